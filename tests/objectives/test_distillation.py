@@ -180,12 +180,14 @@ def test_an_axis(
 
 
 PRODUCTS = [
+    ("shard 2", "llama", {"adapter": LORA}),
     ("2 x shard 2", "llama", {}),
     ("tp 2", "llama", {"loss_parallel": True, "adapter": LORA}),
     ("tp 2 seq", "llama", {"loss_parallel": True}),
+    ("pp 2", "llama", {"packing": "pad"}),
     ("cp 2 x tp 2", "llama", {"loss_parallel": True, "loss_chunks": 3}),
     ("cp 2 x shard 2", "llama", {"packing": "pad"}),
-    ("ep 2", "mixtral", {"microbatches": 3}),
+    ("ep 2", "mixtral", {}),
     ("tp 2 x shard 2", "llama", {"loss_chunks": 2}),
 ]
 
@@ -195,7 +197,7 @@ PRODUCTS = [
 @pytest.mark.parametrize(("label", "family", "options"), PRODUCTS, ids=lambda value: str(value).replace(" ", "-")[:20])
 def test_products(auditor: Auditor, folder: Path, label: str, family: str, options: dict[str, Any], divergence: str) -> None:
     objective = {"use": "distillation", "with": {"divergence": divergence, "next_token_weight": 0.1}}
-    compare(auditor, folder, PLACES[label], objective, family, tensors=columns(3), **options)
+    compare(auditor, folder, PLACES[label], objective, family, tensors=columns(3), microbatches=3, **options)
 
 
 def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
