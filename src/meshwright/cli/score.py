@@ -48,9 +48,11 @@ def score(
         raise ConfigError("cli.exists", f"OUT={out}: exists already; --overwrite replaces it")
     config, checkpoint = run_to_score(run, [*(overrides or []), *([f"launch.nproc={nproc}"] if nproc else [])])
     work = out.absolute().with_name(f".{out.name}-work")
-    job = ScoreJob(out.absolute(), work, checkpoint, top_k)
+    job, rank = ScoreJob(out.absolute(), work, checkpoint, top_k), os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     try:
+        if rank == "0":  # what a command that was killed has left
+            shutil.rmtree(work, ignore_errors=True)
         launch(config_to_score(config, work, checkpoint), debug=debug, nproc=nproc, job=job)
     finally:
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        if rank == "0":
             shutil.rmtree(work, ignore_errors=True)

@@ -10,7 +10,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,11 +213,12 @@ def _launch_local(
             # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs workers are spawned.
             start_method="fork" if kind == "cpu" else "spawn",
             local_addr="localhost",
-            signals_to_handle="SIGHUP,SIGQUIT",  # the other signals ask the run to end, and are passed on to the workers
+            # The other signals ask a run to end, and are passed on to its workers; what is no run has nothing to save.
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if job else "SIGHUP,SIGQUIT",
         )
         asked = Path(reports) / ASKED
         try:
-            with _wishes_to_end(asked):
+            with nullcontext() if job else _wishes_to_end(asked):
                 elastic_launch(settings, _worker_entry)(config, kind, prepared, forecast, reports, debug, os.getpid(), job)
         except ChildFailedError as error:
             raise _first_failure(Path(reports), error) from None

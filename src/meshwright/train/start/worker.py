@@ -90,7 +90,8 @@ def run_worker(
 
         def ask(reason: str) -> None:
             if job is not None:
-                tell(f"{reason}: {job.out} is not written")
+                if dist.get_rank() == 0:
+                    tell(f"{reason}: {job.out} is not written")
                 os._exit(128 + signal.Signals[reason])
             if prepared is not None and reason == signal.SIGINT.name and not (has_begun(asked) if asked else begun.is_set()):
                 if asked is None:  # else the launcher says so
