@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.audit.conduct import Auditor
+from meshwright.audit.ranks import RankTrainer
 from meshwright.data.preparation import write_documents
 from meshwright.data.store import TokenStore
 from meshwright.errors import ConfigError, DataError
@@ -198,6 +199,33 @@ PRODUCTS = [
 def test_products(auditor: Auditor, folder: Path, label: str, family: str, options: dict[str, Any], divergence: str) -> None:
     objective = {"use": "distillation", "with": {"divergence": divergence, "next_token_weight": 0.1}}
     compare(auditor, folder, PLACES[label], objective, family, tensors=columns(3), microbatches=3, **options)
+
+
+def teacher_of_the_token_before(trainer: RankTrainer) -> None:
+    """What the teacher says is beside the inputs, and not beside the labels."""
+    found = trainer.objective._log_probs  # type: ignore[attr-defined]
+
+    def before(model: Any, batch: Any) -> Any:
+        own, teacher, label = found(model, batch)
+        return own, teacher.roll(1, 1), label
+
+    trainer.objective._log_probs = before  # type: ignore[attr-defined]
+
+
+def words_of_a_slice(trainer: RankTrainer) -> None:
+    """A rank of `tp` has only what the other words are in its own slice."""
+    found = trainer.objective._distribution  # type: ignore[attr-defined]
+    scale = 1 + 0.1 * trainer.mesh.rank("tp")
+    trainer.objective._distribution = lambda values: found(values * scale)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"), [(teacher_of_the_token_before, "the gradient of"), (words_of_a_slice, "the gradient of")]
+)
+def test_planted(auditor: Auditor, folder: Path, plant: Any, words: str) -> None:
+    options = {"loss_parallel": True}
+    report = compare(auditor, folder, PLACES["tp 2"], {"use": "distillation"}, tensors=columns(3), plants=[plant], **options)
+    assert words in report.verdict
 
 
 def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
