@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
+from meshwright.audit.conduct import audit
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import introduce, prepare_run
@@ -168,3 +169,8 @@ def _loop(rank: int) -> None:
         engine.step([{"input_ids": ids}], Compared)
     with refuses(ConfigError, "objective.reference"):  # it would be computed, and is given
         engine.step([{"input_ids": ids, "reference_log_probs": torch.zeros(1, 16)}], Compared)
+
+
+def test_an_audit_makes_up_what_it_says(tmp_path: Path) -> None:
+    report = audit(run(tmp_path / "run"), nproc=2, steps=2)  # with its evaluation, and resuming
+    assert report.passed, report.verdict

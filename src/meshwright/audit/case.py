@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,7 @@ from meshwright.audit.data import UnevenLoader, sequence_digests, unlabelled_mic
 from meshwright.audit.precision import KeepFloat64
 from meshwright.checkpoint.state import optimizer_tensors
 from meshwright.data.loader import TrainLoader
+from meshwright.data.rows.columns import TensorColumn
 from meshwright.data.store import TokenStore
 from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
@@ -27,7 +29,7 @@ from meshwright.layout import Layout
 from meshwright.models.added_modules import ADDED
 from meshwright.models.objective import PRECOMPUTED
 from meshwright.models.weights.initial_values import derive_seed
-from meshwright.objectives.invented import spread_of
+from meshwright.objectives.invented import REFERENCE, spread_of
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.options import NF4
@@ -235,7 +237,14 @@ class AuditTrainer(Trainer):
         super().__init__(setup, TokenStore.open(case.store), device, resume, Parts(**{**own, **parts}))
 
     def find_reference(self, setup: RunSetup, store: TokenStore) -> None:
-        """Return nothing: the loader makes up what a reference says."""
+        """Return nothing: what a reference says is made up."""
+
+    def with_reference(self, store: TokenStore) -> TokenStore:
+        """Return the tokens with numbers in place of what a reference would say of them, the same on all layouts."""
+        if self.objective.reference != PRECOMPUTED:
+            return store
+        numbers = (-0.5 - 0.4 * np.sin(store.tokens.astype(np.float32))).astype(np.float32)
+        return store.beside({REFERENCE: (TensorColumn(per="token"), numbers)})
 
     def note_sequences(self, batches: list[Batch]) -> None:
         """Record which sequences this rank is fed in a step."""
@@ -249,7 +258,6 @@ def _loader(run: RankSetup, store: TokenStore) -> TrainLoader:
     """Build the loader of the audit. Some microbatches leave experts without a token, and the difficult cases are fed."""
     loader = train_loader(run, store, UnevenLoader)
     setup, training = run.setup, run.config.training
-    loader.refers = run.setup.objective.reference == PRECOMPUTED
     loader.starves = bool(model_sizes(setup.spec, setup.model).experts)
     config = setup.model.config
     text = config.get_text_config()

@@ -12,6 +12,7 @@ one of that.
 """
 
 import hashlib
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +33,6 @@ from meshwright.distributed.context.sequences import join_sequences
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import ROUTED
 from meshwright.objectives.documents import EXISTS
-from meshwright.objectives.invented import REFERENCE
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
 
@@ -99,13 +99,11 @@ class UnevenLoader(TrainLoader):
             the same few experts, and other experts get no token.
         words: token ids that are put into the first step, as inputs and as labels, as far as there is room.
         unlabelled: numbers of the sequences that have no label.
-        refers: whether batches have what a reference says, which is made up: in a run the model says it before the first step.
     """
 
     starves = False
     words: tuple[int, ...] = ()
     unlabelled = range(0)
-    refers = False
 
     def _sequence(self, number: int) -> dict[str, Integers]:
         sequence = super()._sequence(number)
@@ -122,8 +120,6 @@ class UnevenLoader(TrainLoader):
             targets = labels[:-1] != IGNORE
             labels[:-1][targets] = ids[1:][targets]
         columns = {name: sequence[name].copy() for name, column in self.store.tensors.items() if column.per == "token"}
-        if self.refers:
-            columns[REFERENCE] = (-0.5 - 0.4 * np.sin(ids)).astype(np.float32)
         for column in columns.values():
             column[labels == IGNORE] = 0
         return {**sequence, "input_ids": ids, "labels": labels, **columns}
@@ -284,7 +280,7 @@ def draw_documents(
 
     With ``pairs``, each is two documents, of at least two tokens.
 
-    Columns have random values: of float32 between 0 and 1, those of a reference between -1 and 0; of int64 0 and 1.
+    Columns have random values, of which :func:`~meshwright.objectives.invented.invented` says what they can mean.
     """
     draw = np.random.default_rng(seed)
     lengths = _uneven_lengths(longest or sequence_length, seed)
@@ -298,8 +294,12 @@ def draw_documents(
 
 def _drawn(draw: np.random.Generator, name: str, column: TensorColumn, tokens: int) -> npt.NDArray[Any]:
     shape = (*((tokens,) if column.per == "token" else ()), *shape_of(column))
-    found = draw.integers(0, 2, shape) if column.dtype == "int64" else draw.uniform(0.0, 1.0, shape)
-    return np.asarray(-found if name == REFERENCE else found)
+    if column.dtype == "int64":
+        if column.width is not None and name.endswith("ids"):
+            return np.asarray(draw.integers(0, 2, (*shape[:-1], 1)) + np.arange(column.width))
+        return np.asarray(draw.integers(0, 2, shape))
+    found = np.asarray(draw.uniform(0.0, 1.0, shape))
+    return -found - math.log(column.width or 1) if name.endswith("log_probs") else found
 
 
 def _uneven_lengths(sequence_length: int, seed: int) -> Iterator[int]:

@@ -16,6 +16,7 @@ from meshwright.cli.doctor import doctor
 from meshwright.cli.generate import generate
 from meshwright.cli.plan import plan
 from meshwright.cli.problems import show_problems
+from meshwright.cli.score import score
 from meshwright.cli.unknown_option import suggest
 from meshwright.errors import InterruptError, MeshwrightError, StoppedError, WorkerError, described, during, shortened
 from meshwright.quiet import quiet
@@ -257,6 +258,7 @@ def export(
 
 
 app.command()(generate)
+app.command()(score)
 app.command()(doctor)
 
 

@@ -43,6 +43,7 @@ def prepare(
     *,
     fast: bool = False,
     say: Callable[[str], None] = lambda line: None,
+    noted: Callable[[str], None] | None = None,
 ) -> TokenStore:
     """Tokenize the documents into a store under `directory`, or open the existing one.
 
@@ -58,6 +59,7 @@ def prepare(
         seed: decides which documents are held out.
         fast: compare only a sample of a large existing store.
         say: called with a line about each problem of an existing store, and about a sample.
+        noted: called with the origin of each document of a new store, in their order; ``None``: nobody asks.
 
     Raises:
         ConfigError: the configuration does not fit the documents or the tokenizer.
@@ -88,7 +90,7 @@ def prepare(
     directory.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=directory))
     try:
-        _write(config, tokenizer, temporary, cache_dir, fingerprint, trained, seed)
+        _write(config, tokenizer, temporary, cache_dir, fingerprint, trained, seed, noted)
         honour_umask(temporary)  # mkdtemp makes it private; a store is often shared
         if problems:
             put_in_place(temporary, final, temporary.with_name(f"{temporary.name}-damaged"))
@@ -116,6 +118,7 @@ def _write(
     fingerprint: str,
     source: str,
     seed: int,
+    noted: Callable[[str], None] | None,
 ) -> None:
     bad = BadRows()
     stream = documents(config, cache_dir, bad)
@@ -132,6 +135,7 @@ def _write(
     writer = Writer(
         directory, tokenizer, kind, policy, config.sequence_length, bad, config.values, pairs=config.pairs, whole=config.whole
     )
+    writer.noted = noted or writer.noted
     with writer:
         writer.add_all(chain([first], stream))
         trainable, sums = len(writer.lengths), writer.sums

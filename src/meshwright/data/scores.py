@@ -21,7 +21,7 @@ from meshwright.data.index import INDEX
 from meshwright.data.loader import EvalLoader
 from meshwright.data.packing import IGNORE
 from meshwright.data.rows.columns import TensorColumn
-from meshwright.data.rows.row_values import file_of, shape_of
+from meshwright.data.rows.row_values import file_of, open_values, shape_of
 from meshwright.data.store import TokenStore
 from meshwright.data.sums import FileSums, damage, sizes_differ, sums_of
 from meshwright.errors import DataError
@@ -104,7 +104,8 @@ class Scores:
 
     def beside(self, store: TokenStore) -> TokenStore:
         """Return the store with these columns."""
-        return store.beside(self.directory, self.columns)
+        values = {name: (column, open_values(self.directory, name, column)) for name, column in self.columns.items()}
+        return store.beside(values)
 
 
 def part_file(directory: Path, name: str, split: Split, data_rank: int) -> Path:

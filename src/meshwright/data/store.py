@@ -82,11 +82,11 @@ class TokenStore:
         """Compare the files with their digests: see :func:`meshwright.data.sums.damage`."""
         return damage(self.directory, self.index.files, fast=fast)
 
-    def beside(self, directory: Path, columns: Mapping[str, TensorColumn]) -> "TokenStore":
-        """Return this store with further columns, whose files are in another directory."""
+    def beside(self, columns: Mapping[str, tuple[TensorColumn, npt.NDArray[Any]]]) -> "TokenStore":
+        """Return this store with further columns and their values, which lie elsewhere."""
         store = TokenStore(self.directory, self.index)
-        store.tensors = {**self.tensors, **columns}
-        store.values = {**self.values, **{name: open_values(directory, name, one) for name, one in columns.items()}}
+        store.tensors = {**self.tensors, **{name: column for name, (column, _) in columns.items()}}
+        store.values = {**self.values, **{name: values for name, (_, values) in columns.items()}}
         return store
 
     @property

@@ -1,7 +1,7 @@
 """Writes documents as tokens to disk, and decides what happens to documents that are long, empty or bad."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -54,6 +54,7 @@ class Writer:
         self.largest = max(tokenizer.get_vocab().values())
         self.token_dtype: Literal["uint16", "uint32"] = "uint16" if self.largest < 2**16 else "uint32"
         self._checked = set[str]()
+        self.noted: Callable[[str], None] = lambda source: None  # called with the origin of each document that is appended
         names = ["tokens.bin", *(["loss_mask.bin"] if kind == "chat" else []), *map(file_of, tensors)]
         self.tensors = tensors
         self.files = {name: SummedFile(directory / name) for name in names}
@@ -228,6 +229,7 @@ class Writer:
         write_values(self.files, self.tensors, cut(self.tensors, document.values, kept))
         self.lengths.append(len(kept))
         self.seconds.append(second)
+        self.noted(document.source)
 
     def long_line(self, rows: int) -> str:
         """Return how many documents the policy refuses, and what would keep them; empty if there are none.

@@ -1,5 +1,6 @@
 """Columns of the data for batches that are made up: those of a trial, and those of which only shapes matter."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -22,8 +23,9 @@ def spread_of(columns: Mapping[str, Column]) -> list[str]:
 def invented(columns: Mapping[str, Column], batch: Batch) -> Batch:
     """Return values for the columns of whole sequences, as a loader gives them: [B, S, ...].
 
-    Numbers of float32 are between 0 and 1, those of a reference between -1 and 0; numbers of int64 are 0 and 1, which are legal
-    as classes and as tokens. Documents are members of pairs, one after the other.
+    Numbers of float32 are between 0 and 1; those of a column whose name ends with ``log_probs`` are negative, and probabilities
+    of its words that add up to less than 1. Numbers of int64 are 0 and 1, which are legal as classes and as tokens; those of a
+    name that ends with ``ids`` are different words. Documents are members of pairs, one after the other.
 
     Args:
         columns: the columns.
@@ -40,8 +42,12 @@ def invented(columns: Mapping[str, Column], batch: Batch) -> Batch:
         if name == MEMBER:
             found[name] = (first.cumsum(1) - 1) % 2 + 1
             continue
-        sign = -1 if name == REFERENCE else 1
-        values = numbers % 2 if column.dtype == "int64" else sign * (0.5 + 0.4 * torch.sin(numbers.float()))
+        if column.dtype == "int64":
+            different = column.width is not None and name.endswith("ids")
+            values = numbers[..., :1] % 2 + torch.arange(column.width or 1) if different else numbers % 2
+        else:
+            values = 0.5 + 0.4 * torch.sin(numbers.float())
+            values = -values - math.log(column.width or 1) if name.endswith("log_probs") else values
         absent = (labels == IGNORE) & (column.per == "token")
         found[name] = values.masked_fill(absent if column.width is None else absent[..., None], 0)
     return found

@@ -136,7 +136,7 @@ class Trainer(StepEngine):
             return store
         if self.precomputed.there:
             return Scores.open(self.precomputed.directory, store).beside(store)
-        lines = PassLines(store.index.tokens, speaks=self.rank == 0)
+        lines = PassLines("reference", store.index.tokens, speaks=self.rank == 0)
         done = score_store(
             self, store, self.precomputed.directory, self.precomputed.model, prefix=PREFIX, progress=lines.progress
         )

@@ -147,12 +147,13 @@ class PassLines:
     """Lines about the pass of a run: some while it is under way, and one at its end.
 
     Args:
+        what: what it is for, the first word of each line.
         tokens: number of tokens.
         speaks: whether to print them.
     """
 
-    def __init__(self, tokens: int, *, speaks: bool) -> None:
-        self.tokens, self.page = tokens, console(quiet=not speaks)
+    def __init__(self, what: str, tokens: int, *, speaks: bool) -> None:
+        self.what, self.tokens, self.page = what, tokens, console(quiet=not speaks)
         self.began = self.said = time.monotonic()
 
     def progress(self, done: int, batches: int) -> None:
@@ -161,12 +162,12 @@ class PassLines:
         if now - self.said > SECONDS and done < batches:
             self.said = now
             left = (now - self.began) * (batches - done) / done
-            self._say(f"reference: {done:,} of {number_of(batches, 'batch')}, left {int(left) // 60}:{int(left) % 60:02}")
+            self._say(f"{self.what}: {done:,} of {number_of(batches, 'batch')}, left {int(left) // 60}:{int(left) % 60:02}")
 
     def done(self, directory: Path) -> None:
         """Say that the values are there."""
         seconds = time.monotonic() - self.began
-        self._say(f"reference: log-probabilities of {number_of(self.tokens, 'token')} in {seconds:.1f} s, {directory}")
+        self._say(f"{self.what}: log-probabilities of {number_of(self.tokens, 'token')} in {seconds:.1f} s, {directory}")
 
     def _say(self, line: str) -> None:
         self.page.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -61,6 +61,7 @@ OURS = {
     "classification": OurObjective(
         lambda arguments: "meshwright.objectives.classification:Classification", lambda arguments: ("labeled",), whole=True
     ),
+    "distillation": OurObjective(lambda arguments: "meshwright.objectives.distillation:Distillation"),
 }
 
 

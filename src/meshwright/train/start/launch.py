@@ -10,7 +10,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from meshwright.train.start.run_files import Paths
 
 if TYPE_CHECKING:
     from meshwright.train.forecast import Forecast
+    from meshwright.train.start.scoring import ScoreJob
 
 __all__ = ["launch"]
 
@@ -56,6 +57,7 @@ def launch(
     forecast: "Forecast | None" = None,
     nproc: int | None = None,
     fast: bool = False,
+    job: "ScoreJob | None" = None,
 ) -> None:
     """Run a configuration to its end.
 
@@ -68,6 +70,7 @@ def launch(
         nproc: number of processes that the command asks for; if another launcher started this process, it must have started as
             many on this machine.
         fast: of tokens that are there already, compare only a sample with their digests.
+        job: what to do in place of training.
 
     Raises:
         NotProvenError: the audit failed; nothing was trained.
@@ -92,7 +95,7 @@ def launch(
             if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
                 _tell(lines)
             store = report_or_audit_on_rank_0(own, source, prove) if prove is not None else None
-            run_worker(own, kind, source=source, forecast=forecast, fast=fast)
+            run_worker(own, kind, source=source, forecast=forecast, fast=fast, job=job)
             del store
 
         _as_one_of_many(work, debug, config.directory)
@@ -103,19 +106,22 @@ def launch(
     _tell(lines)
     _check_port(config.launch.port)
     with _files_named(config.directory), locked(config):
-        setup, _, store = prepare_run(config, processes, fast=fast)
-        introduce(setup, config, store)
-        with during("the layout is audited"):
-            report_or_audit(setup, source, prove)
+        setup, _, store = prepare_run(config, processes, fast=fast, noted=None if job is None else job.noted())
+        if job is None:
+            introduce(setup, config, store)
+            with during("the layout is audited"):
+                report_or_audit(setup, source, prove)
+        else:
+            job.check(setup)
         prepared = (str(store.directory), checkpoint_to_resume(config))
         del setup, store
         if processes == 1:
             from meshwright.train.start.worker import run_worker
 
-            run_worker(config, kind, prepared, forecast=forecast)
+            run_worker(config, kind, prepared, forecast=forecast, job=job)
         else:
             with during("the workers start"):
-                _launch_local(config, processes, kind, prepared, forecast, debug)
+                _launch_local(config, processes, kind, prepared, forecast, debug, job)
 
 
 def _tell(lines: list[str]) -> None:
@@ -172,6 +178,7 @@ def _launch_local(
     prepared: tuple[str, Path | None],
     forecast: "Forecast | None",
     debug: bool,
+    job: "ScoreJob | None",
 ) -> None:
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -206,12 +213,13 @@ def _launch_local(
             # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs workers are spawned.
             start_method="fork" if kind == "cpu" else "spawn",
             local_addr="localhost",
-            signals_to_handle="SIGHUP,SIGQUIT",  # the other signals ask the run to end, and are passed on to the workers
+            # The other signals ask a run to end, and are passed on to its workers; what is no run has nothing to save.
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if job else "SIGHUP,SIGQUIT",
         )
         asked = Path(reports) / ASKED
         try:
-            with _wishes_to_end(asked):
-                elastic_launch(settings, _worker_entry)(config, kind, prepared, forecast, reports, debug, os.getpid())
+            with nullcontext() if job else _wishes_to_end(asked):
+                elastic_launch(settings, _worker_entry)(config, kind, prepared, forecast, reports, debug, os.getpid(), job)
         except ChildFailedError as error:
             raise _first_failure(Path(reports), error) from None
         except SignalException as error:
@@ -267,6 +275,7 @@ def _worker_entry(
     reports: str,
     debug: bool,
     launcher: int,
+    job: "ScoreJob | None",
 ) -> None:
     """Run a local worker, and write its failure to a file for the launcher, which reports for all workers."""
     # A forked worker has inherited the launcher's handlers.
@@ -283,7 +292,7 @@ def _worker_entry(
     from meshwright.train.start.worker import run_worker
 
     try:
-        run_worker(config, kind, prepared, forecast=forecast, asked=Path(reports) / ASKED)
+        run_worker(config, kind, prepared, forecast=forecast, asked=Path(reports) / ASKED, job=job)
     except BaseException as error:
         failed = (
             error if isinstance(error, MeshwrightError) else WorkerError("worker.exception", described(error, config.directory))

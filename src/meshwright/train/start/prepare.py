@@ -6,7 +6,7 @@ The launcher does it before it starts workers; under torchrun or Slurm rank 0 do
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +42,7 @@ __all__ = ["introduce", "load_run_tokenizer", "locked", "prepare_run", "warn"]
 
 @during("the run is prepared")
 def prepare_run(
-    config: RunConfig, world_size: int, *, fast: bool = False
+    config: RunConfig, world_size: int, *, fast: bool = False, noted: Callable[[str], None] | None = None
 ) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
     """Check a run, and prepare the files that its workers read.
 
@@ -50,6 +50,7 @@ def prepare_run(
         config: configuration of the run.
         world_size: number of ranks.
         fast: of tokens that are there already, compare only a sample with their digests.
+        noted: called with the origin of each document of new tokens, in their order; ``None``: nobody asks.
 
     Returns:
         The resolved run, its tokenizer and its tokens. The tokenizer is saved with the run.
@@ -103,7 +104,7 @@ def prepare_run(
     setup = with_tokenizer(draft, tokenizer)
     tokenizer.save_pretrained(paths.tokenizer)
     with during("the data are read"):
-        store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn)
+        store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn, noted=noted)
     if store.index.train_documents == 0:
         raise DataError("data.split", "data: no documents left to train on")
     loader = plain_loader(config, store)

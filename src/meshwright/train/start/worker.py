@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from rich.markup import escape
@@ -44,6 +44,9 @@ from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import make_setup
 from meshwright.user_code import import_modules
 
+if TYPE_CHECKING:
+    from meshwright.train.start.scoring import ScoreJob
+
 __all__ = ["run_worker"]
 
 MARK = ".shared"
@@ -61,6 +64,7 @@ def run_worker(
     forecast: Forecast | None = None,
     asked: Path | None = None,
     fast: bool = False,
+    job: "ScoreJob | None" = None,
 ) -> None:
     """Train as one rank. Collective over all ranks of the job.
 
@@ -73,6 +77,7 @@ def run_worker(
         forecast: the command that makes the forecast of a step; ``None``: none is made.
         asked: a file that the launcher creates to ask the run to end.
         fast: of tokens that are there already, compare only a sample with their digests.
+        job: what to do in place of training.
 
     Raises:
         StoppedError: a signal ended the run.
@@ -84,6 +89,10 @@ def run_worker(
         begun = threading.Event()
 
         def ask(reason: str) -> None:
+            if job is not None:
+                if dist.get_rank() == 0:
+                    tell(f"{reason}: {job.out} is not written")
+                os._exit(128 + signal.Signals[reason])
             if prepared is not None and reason == signal.SIGINT.name and not (has_begun(asked) if asked else begun.is_set()):
                 if asked is None:  # else the launcher says so
                     tell("interrupted while the model gets its values, before the first step; nothing is lost")
@@ -92,7 +101,7 @@ def run_worker(
 
         resources.enter_context(SignalThread(SIGNALS, ask, asked, speaks=dist.get_rank() == 0))
         # One process chooses the checkpoint: on a shared file system ranks may see different ones.
-        store, resume = prepared or _prepare_on_rank_0(config, resources, source, fast)
+        store, resume = prepared or _prepare_on_rank_0(config, resources, source, fast, job)
         resume = verified(config, resume, warn)
         # Only now: waiting while one rank prepares or reads is no hang.
         watch = resources.enter_context(_watch(config, device_kind))
@@ -101,10 +110,13 @@ def run_worker(
         setup = make_setup(config, dist.get_world_size(), tokenizer)
         if dist.get_world_size() > 1:
             check_collectives(kinds_of_collectives(setup.plan), device)
+        tick = None if watch is None else watch.tick
+        if job is not None:
+            job.run(setup, TokenStore.open(store), device, tick)
+            return
         from meshwright.train.parts import PARTS
         from meshwright.train.trainer import Trainer
 
-        tick = None if watch is None else watch.tick
         trainer = Trainer(setup, TokenStore.open(store), device, resume, replace(PARTS, forecast=forecast), tick)
         if resume is not None:
             trainer.recorder.say(f"resumed from {escape(str(resume))} at step {trainer.step}")
@@ -150,16 +162,22 @@ def _report(lines: list[str]) -> None:
         page.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source | None, fast: bool) -> tuple[str, Path | None]:
+def _prepare_on_rank_0(
+    config: RunConfig, resources: ExitStack, source: Source | None, fast: bool, job: "ScoreJob | None"
+) -> tuple[str, Path | None]:
     """Prepare the run on rank 0, and return the token store and the checkpoint on all ranks. If it fails, all ranks fail."""
     outcome: list[Any] = [None]
     mark = Paths(config.directory).root / MARK
     if dist.get_rank() == 0:
         try:
             resources.enter_context(locked(config))
-            setup, _, store = prepare_run(config, dist.get_world_size(), fast=fast)
-            introduce(setup, config, store)
-            report_or_audit(setup, source, None)
+            noted = None if job is None else job.noted()
+            setup, _, store = prepare_run(config, dist.get_world_size(), fast=fast, noted=noted)
+            if job is None:
+                introduce(setup, config, store)
+                report_or_audit(setup, source, None)
+            else:
+                job.check(setup)
             mark.write_text(uuid.uuid4().hex)
             resources.callback(mark.unlink, missing_ok=True)
             outcome[0] = (str(store.directory), checkpoint_to_resume(config), mark.read_text(), socket.gethostname())

@@ -1,0 +1,164 @@
+"""`meshwright score`: rows that a run reads, of the weights of a run on any layout; and a student that learns from them."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.data.scores import Scores
+from meshwright.data.store import TokenStore
+from meshwright.errors import CheckpointError, ConfigError, DataError
+from meshwright.train.config import RunConfig, load_config
+from meshwright.train.start.prepare import prepare_run
+from meshwright.train.start.run_files import Paths
+from meshwright.train.start.scoring import ScoreJob, config_to_score, run_to_score
+from meshwright.train.start.setup import make_setup
+from tests.harness import refuses, run_ranks
+from tests.train.runs import CPU, checkpoints, eval_losses, losses, rows, tiny_run, train, write_corpus
+
+TOP = 8
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("teacher")
+    corpus = write_corpus(folder / "words.jsonl", documents=60)
+    config = tiny_run(folder, corpus, "training.steps=60", "data.long_documents=truncate", "checkpoint.every=30")
+    train(config, 2)
+    return config
+
+
+def score(run: Path, out: Path, *overrides: str, ranks: int = 2, top_k: int = TOP) -> TokenStore:
+    """What the command does, on forked ranks; returns the tokens with their scores."""
+    found, checkpoint = run_to_score(run, overrides)
+    work = out.with_name(f".{out.name}-work")
+    job, config = ScoreJob(out, work, checkpoint, top_k), config_to_score(found, work, checkpoint)
+    setup, _, store = prepare_run(config, ranks, noted=job.noted())
+    job.check(setup)
+    run_ranks(_score, ranks, job, config, store.directory)
+    return Scores.open(work / "scores", store).beside(store)
+
+
+def _score(rank: int, job: ScoreJob, config: RunConfig, store: Path) -> None:
+    import torch.distributed as dist
+
+    from meshwright.train.start.prepare import load_run_tokenizer
+
+    setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
+    job.run(setup, TokenStore.open(store), CPU, None)
+
+
+def test_rows_are_what_was_scored(teacher: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import pyarrow.parquet
+
+    store = score(Path(teacher.output), tmp_path / "a.jsonl", "layout.tp=2", "layout.dp_shard=1")
+    said = capfd.readouterr().out
+    found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    corpus = teacher.data.files[0]
+    assert [row["source"] for row in found] == [f"{corpus}:{line}" for line in range(1, 61)]
+    for number, row in enumerate(found):
+        own = slice(store.offsets[number], store.offsets[number + 1])
+        assert row["input_ids"] == store.tokens[own].tolist()
+        for name in ("log_probs", "top_ids", "top_log_probs"):
+            np.testing.assert_array_equal(np.asarray(row[name], store.values[name].dtype), store.values[name][own])
+        assert row["tokens"] == len(row["input_ids"]) - 1
+        assert row["perplexity"] == pytest.approx(math.exp(-sum(row["log_probs"][1:]) / row["tokens"]), rel=1e-6)
+    every = np.concatenate([row["log_probs"][1:] for row in found])
+    assert f"perplexity {math.exp(-every.mean()):.4f} of {len(every):,} tokens to be learned, 60 documents" in said
+    # The weights are those of the last checkpoint, of a run on another layout, and written to another kind of file.
+    score(Path(teacher.output), tmp_path / "b.parquet", ranks=1)
+    table = pyarrow.parquet.read_table(tmp_path / "b.parquet").to_pylist()
+    assert [row["input_ids"] for row in table] == [row["input_ids"] for row in found]
+    again = np.concatenate([row["log_probs"][1:] for row in table])
+    np.testing.assert_allclose(again, every, atol=2e-5)
+    first = score(Paths(Path(teacher.output)).checkpoints / "step-00000030", tmp_path / "c.jsonl", ranks=1, top_k=0)
+    assert first.values["log_probs"].mean() < store.values["log_probs"].mean()  # it had learned less
+    assert "top_ids" not in json.loads((tmp_path / "c.jsonl").read_text().splitlines()[0])
+
+
+def student(folder: Path, teacher: RunConfig, scored: Path, *overrides: str) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    columns = {
+        "teacher_ids": {"per": "token", "width": TOP, "dtype": "int64", "column": "top_ids"},
+        "teacher_log_probs": {"per": "token", "width": TOP, "column": "top_log_probs"},
+    }
+    sets = (
+        f"data.files=['{scored}']",
+        f"data.tensors={json.dumps(columns)}",
+        "data.long_documents=truncate",
+        f"tokenizer={{path: {Path(teacher.output) / 'tokenizer'}}}",
+        "training.objective={use: distillation, with: {divergence: js, next_token_weight: 0.1}}",
+        "training.steps=12",
+        "checkpoint.every=6",
+        "optimizer.lr=0.02",
+        "checkpoint.keep=null",
+    )
+    return tiny_run(folder, scored, *sets, *overrides)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "layout.tp=2",
+        pytest.param("layout.cp=2", marks=pytest.mark.thorough),
+        pytest.param("layout.pp=2", marks=pytest.mark.thorough),
+        pytest.param("data.packing=pad", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_student_learns_and_goes_on(teacher: RunConfig, tmp_path: Path, layout: str) -> None:
+    score(Path(teacher.output), tmp_path / "scored.parquet")
+    fp64 = ("parallel.param_dtype=float64", "parallel.reduce_dtype=float64", "model.dtype=float64")
+    config = student(tmp_path / "student", teacher, tmp_path / "scored.parquet", layout, *fp64)
+    at_once = train(config, 2)
+    agreement = [row["eval/agreement"] for row in rows(config) if "eval/agreement" in row]
+    assert eval_losses(config)[-1] < 0.8 * eval_losses(config)[0]
+    assert agreement[-1] > agreement[0] + 0.1
+    shutil.rmtree(Paths(config.directory).checkpoints / checkpoints(config)[-1])
+    Paths(config.directory).metrics.rename(tmp_path / "metrics.jsonl")
+    assert train(config, 2) == pytest.approx(at_once[6:], rel=1e-9)
+    assert losses(config)[-1] == pytest.approx(at_once[-1], rel=1e-9)
+
+
+def test_another_tokenizer_is_noticed(teacher: RunConfig, tmp_path: Path) -> None:
+    score(Path(teacher.output), tmp_path / "scored.jsonl")
+    other = tiny_run(tmp_path, write_corpus(tmp_path / "other.jsonl", seed=3), "tokenizer.vocab_size=280", "training.steps=1")
+    prepare_run(other, 1)
+    config = student(tmp_path / "student", teacher, tmp_path / "scored.jsonl", f"tokenizer.path={other.output}/tokenizer")
+    with refuses(DataError, "data.bad_rows") as caught:
+        prepare_run(config, 1)
+    assert "its tokens are those of another tokenizer" in str(caught.value)
+
+
+def test_what_cannot_be_scored_is_refused(teacher: RunConfig, tmp_path: Path) -> None:
+    with refuses(CheckpointError, "checkpoint.incomplete"):
+        run_to_score(tmp_path, ())
+    with refuses(ConfigError, "config.value") as caught:
+        ScoreJob(tmp_path / "a.jsonl", tmp_path / "work", None, 1000).check(make_setup(teacher, 2))
+    assert "--top-k=1000: the model has 300 words" in str(caught.value)
+    gemma = load_config(Path("examples/diffusion_gemma_quickstart.yaml"))
+    with refuses(ConfigError, "config.objective"):
+        ScoreJob(tmp_path / "a.jsonl", tmp_path / "work", None).check(make_setup(gemma, 2))
+    found, checkpoint = run_to_score(Path(teacher.output), ())
+    wider = found.model_copy(update={"model": found.model.model_copy(update={"config": {**wide(found)}})})
+    job = ScoreJob(tmp_path / "a.jsonl", tmp_path / "work", checkpoint)
+    config = config_to_score(wider, tmp_path / "work", checkpoint)
+    store = prepare_run(config, 1, noted=job.noted())[2]
+    with pytest.raises(AssertionError, match="is of another model: it lacks"):
+        run_ranks(_score, 1, job, config, store.directory)
+
+
+def wide(config: RunConfig) -> dict[str, Any]:
+    return {**(config.model.config or {}), "intermediate_size": 64}
+
+
+def test_numbers_of_json_are_those_of_float32() -> None:
+    from meshwright.train.start.scoring import _plain
+
+    values = torch.randn(1000).numpy() * np.float32(1e-3)
+    assert np.array_equal(np.asarray(json.loads(json.dumps(_plain(values))), np.float32), values)
+    assert max(len(str(one)) for one in _plain(values)) < 16
