@@ -62,6 +62,10 @@ class ObjectiveRow:
         return {"use": self.use, "with": dict(self.arguments)}
 
 
+_TEACHER = {
+    "teacher_ids": {"per": "token", "width": 4, "dtype": "int64"},
+    "teacher_log_probs": {"per": "token", "width": 4},
+}
 _REFERENCE = {"reference_log_probs": {"per": "token"}}
 OBJECTIVES = (
     *(ObjectiveRow("preference", {"loss_type": kind}, reference=True) for kind in ("dpo", "ipo", "hinge", "kto")),
@@ -75,6 +79,7 @@ OBJECTIVES = (
         ObjectiveRow("reward", {"loss_type": kind}, head={"kind": "sequence_classification", "num_labels": 1})
         for kind in ("bradley_terry", "mse")
     ),
+    *(ObjectiveRow("distillation", {"divergence": kind}, _TEACHER) for kind in ("forward_kl", "reverse_kl", "js")),
 )
 
 

@@ -9,9 +9,10 @@ from pydantic import Field
 from torch import nn
 
 from meshwright.errors import ConfigError, DataError, Problems
-from meshwright.models.objective import Batch, Column, Objective, RunFacts
+from meshwright.models.objective import Batch, Column, RunFacts
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives import given
+from meshwright.objectives.shipped import Shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ _MORE_THAN_ALL = 1e-3
 """By how much the logarithm of a sum of probabilities that were rounded may be above 0."""
 
 
-class Distillation(Objective):
+class Distillation(Shipped):
     r"""Say the next token as a teacher does.
 
     With the probabilities :math:`q` of the teacher and :math:`p` of the model in the place of a token, over the words that the
