@@ -136,9 +136,10 @@ def write_table(page: Path = PAGE) -> bool:
             cells = []
             for label, options in columns:
                 place = places[label.partition(",")[0]]
-                worst = [_audited(auditor, Path(folder), row, place, packing, options) for packing in ("pack", "pad")]
-                good &= not any("**" in one for one in worst)
-                cells.append(max(worst))
+                found = [_audited(auditor, Path(folder), row, place, packing, options) for packing in ("pack", "pad")]
+                wrong = [one for one in found if isinstance(one, str)]
+                good &= not wrong
+                cells.append(f"**{wrong[0]}**" if wrong else f"{max(float(one) for one in found):.0e}")
             lines.append(f"| {row.label} | {' | '.join(cells)} |")
             print(f"{row.label}: {', '.join(cells)} ({time.perf_counter() - begun:.0f} s)", flush=True)
     before, _, rest = page.read_text().partition(BEGIN)
@@ -146,8 +147,10 @@ def write_table(page: Path = PAGE) -> bool:
     return good
 
 
-def _audited(auditor: Auditor, folder: Path, row: ObjectiveRow, place: Place, packing: str, options: Mapping[str, Any]) -> str:
-    """Return the worst error of a gradient as a power of ten, or in bold what failed."""
+def _audited(
+    auditor: Auditor, folder: Path, row: ObjectiveRow, place: Place, packing: str, options: Mapping[str, Any]
+) -> float | str:
+    """Return the worst error of a gradient, or what failed."""
     family = "mixtral" if place.experts else "llama"
     tensors = {**row.tensors, **(_REFERENCE if row.reference and not options else {})}
     try:
@@ -156,8 +159,8 @@ def _audited(auditor: Auditor, folder: Path, row: ObjectiveRow, place: Place, pa
         )
         report = auditor.audit(case, place.world_size)
     except MeshwrightError as error:
-        return f"**refused**: {error}"
-    return f"{report.worst_gradient:.0e}" if report.passed and report.worst_gradient < CLOSE else f"**{report.verdict}**"
+        return f"refused: {error}"
+    return report.worst_gradient if report.passed and report.worst_gradient < CLOSE else report.verdict
 
 
 if __name__ == "__main__":

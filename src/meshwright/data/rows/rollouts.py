@@ -114,14 +114,13 @@ def with_advantages(rows: Iterator[list[Document]], scales: bool, bad: BadRows) 
     """
     seen, group = set[str | int](), list[Document]()
     for row in rows:
-        for document in row:
-            if document.rewarded is None:
-                yield [document]
-                continue
-            if group and group[0].rewarded != document.rewarded and _name(group[0]) != _name(document):
-                yield from _finished(group, seen, scales, bad)
-                group = []
-            group.append(document)
+        if row[0].rewarded is None:
+            yield row
+            continue
+        if group and _name(group[0]) != _name(row[0]):
+            yield from _finished(group, seen, scales, bad)
+            group = []
+        group += row
     yield from _finished(group, seen, scales, bad)
 
 
