@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
@@ -14,6 +15,7 @@ from meshwright.data.tokenizer import train_tokenizer
 from meshwright.objectives.preference import Kto, Preference
 from meshwright.train.config import RunConfig, load_config
 from meshwright.user_code import PartConfig
+from tests.harness import run_ranks
 from tests.train.runs import losses, rows, train
 
 ROOT = Path(__file__).parents[2]
@@ -135,3 +137,25 @@ def test_an_object_is_named_as_in_a_configuration(chat_model: Path, tmp_path: Pa
     assert config.data.formats == ("preference",)
     kto = mw.Run("examples/dpo_chat.yaml", overrides, objective=Kto(beta=0.3)).config
     assert kto.data.unpairs
+
+
+def pairs_in_a_loop(rank: int, ranks: int) -> list[float]:
+    """Losses of an engine on pairs; each of ``ranks`` data ranks has its rows of two."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+    loss, engine = Preference("simpo"), mw.Engine(model, optimizer={"lr": 1e-2}, microbatches=1, packing="pack")
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    places = torch.arange(16).expand(2, -1)
+    labels = ids.roll(-1, 1).masked_fill((places % 8 < 3) | (places % 8 == 7), -100)
+    batch = {"input_ids": ids, "labels": labels, "position_ids": places % 8, "member": 1 + places // 8}
+    own = {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
+    return [float(engine.step([own], loss).metrics["loss"]) for _ in range(4)]
+
+
+def test_a_loop_of_ones_own_has_pairs() -> None:
+    found, (whole,) = run_ranks(pairs_in_a_loop, 2, 2), run_ranks(pairs_in_a_loop, 1, 1)
+    assert whole[-1] < whole[0] / 2
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx(whole[0], rel=1e-6)
+    assert found[0] == pytest.approx(whole, rel=1e-2)

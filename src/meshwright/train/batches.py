@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.data.loader import EvalLoader
+from meshwright.data.rows.columns import MEMBER
 from meshwright.device import Ability, able
 from meshwright.distributed.context.sequences import share_batch
 from meshwright.files import save_tensors
@@ -62,9 +63,9 @@ class RankBatches:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
         routed = self.objective.routed(batch) if self.shares else None
         known = {} if routed is None else {ROUTED: routed}
-        numbered = self.objective.documents or self.spread
+        spread = [name for name in dict.fromkeys((*self.spread, MEMBER)) if name in batch]
+        numbered = self.objective.documents or spread
         most = most_documents(self.objective, self.data.packing, self.data.sequence_length)
-        spread = [name for name in self.spread if name in batch]
         documents = number_documents(batch, most, spread) if numbered else {}
         return self.cut({**batch, **known, **documents})
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.data.rows.columns import MEMBER
 from meshwright.distributed.context.sequences import join_sequences
 from meshwright.errors import ConfigError, Problems
 from meshwright.models.objective import PRECOMPUTED, Batch, Column, Objective
@@ -221,7 +222,7 @@ class LoopSteps(StepEngine):
 
     def _use(self, loss: Loss | None, batch: Batch) -> Objective:
         """Let the runner compute a loss, which is tried when it is new, with all that a batch has."""
-        columns = {name: _column(tensor) for name, tensor in batch.items() if name not in (*_ALWAYS, *self.batches.spread)}
+        columns = {name: _column(name, one) for name, one in batch.items() if name not in (*_ALWAYS, *self.batches.spread)}
         own = loss if isinstance(loss, MethodType) else id(loss)  # `self.loss` is another object each time it is read
         key = (own, *columns.items())
         known = self._objectives.get(key)
@@ -326,8 +327,10 @@ class LoopSteps(StepEngine):
         return found
 
 
-def _column(tensor: torch.Tensor) -> Column:
+def _column(name: str, tensor: torch.Tensor) -> Column:
     """Describe a tensor [B, S, ...] of a batch, as a column of the data is described."""
+    if name == MEMBER:
+        return Column("document", dtype="int64")
     width = tensor.shape[2] if tensor.ndim > 2 else None
     return Column("token", width, "float32" if tensor.is_floating_point() else "int64")
 
