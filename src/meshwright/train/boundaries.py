@@ -25,6 +25,7 @@ def check_boundaries(
     exact: bool = True,
     multiple: int = 1,
     share: Callable[[Batch], Batch] = dict,
+    pairs: bool = False,
 ) -> None:
     """Refuse packing for a model in which one document of a sequence changes another.
 
@@ -41,6 +42,7 @@ def check_boundaries(
             experts, so a small difference is allowed.
         multiple: sequence lengths must be multiples of it.
         share: returns this rank's part of each sequence of a batch.
+        pairs: whether both documents of a pair must share a sequence.
 
     Raises:
         ConfigError: a document changes the next one; on all ranks. The error names what to change.
@@ -63,11 +65,13 @@ def check_boundaries(
     try:
         first, second = second_logits(ids), second_logits(other)
     except TypeError as error:
-        raise ConfigError("data.packing.documents", f"{_refusal(model, rows)} (it takes no position_ids: {error})") from error
+        raise ConfigError(
+            "data.packing.documents", f"{_refusal(model, rows, pairs)} (it takes no position_ids: {error})"
+        ) from error
     difference, largest = _largest(first - second), _largest(first)
     if difference > (0.0 if exact else 0.02 * largest):
         raise ConfigError(
-            "data.packing.documents", f"{_refusal(model, rows)} (logits of the second differ by {difference:.2g})"
+            "data.packing.documents", f"{_refusal(model, rows, pairs)} (logits of the second differ by {difference:.2g})"
         )
 
 
@@ -79,12 +83,18 @@ def _largest(logits: torch.Tensor) -> float:
     return float(largest)
 
 
-def _refusal(model: nn.Module, rows: int) -> str:
+def _refusal(model: nn.Module, rows: int, pairs: bool) -> str:
     """The error message, with what may help; a smaller microbatch is proposed only if there are several rows."""
     smaller = ["training.microbatch_size=1"] if rows > 1 else []
-    *others, last = ["data.packing=pad", "another model.attn_implementation", *smaller]
-    size, comma = (" and microbatch size", ",") if smaller else ("", "")
+    possible = [*([] if pairs else ["data.packing=pad"]), "another model.attn_implementation", *smaller]
+    size = " and microbatch size" if smaller else ""
+    what = "both answers of a pair share a sequence" if pairs else "data.packing=pack"
     return (
-        f"data.packing=pack: in {class_name(model)}, with this attention{size}, a document changes the one packed after it; "
-        f"set {', '.join(others)}{comma} or {last}"
+        f"{what}: in {class_name(model)}, with this attention{size}, a document changes the one packed after it; set "
+        f"{_listed(possible)}"
     )
+
+
+def _listed(possible: list[str]) -> str:
+    *others, last = possible
+    return f"{', '.join(others)}{',' if len(others) > 1 else ''} or {last}" if others else last

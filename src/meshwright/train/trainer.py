@@ -97,9 +97,16 @@ class Trainer(StepEngine):
             self.load(resume)
         if data.packed:  # only now, because the check needs the weights
             dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
-            rows, length = training.microbatch_size, data.sequence_length
             check_boundaries(
-                self.runner.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=self.batches.cut
+                self.runner.logits,
+                setup.model,
+                device,
+                training.microbatch_size,
+                data.sequence_length,
+                exact=dense,
+                multiple=multiple,
+                share=self.batches.cut,
+                pairs=data.pairs,
             )
         self.recorder = Recorder(self.config, speaks=speaks, steps=self.steps, resumed_step=self.step)
         self.outcomes = Outcomes(self.config, setup.paths, self._write_batch, self.recorder.say)
