@@ -74,11 +74,15 @@ def test_what_is_before_the_first_layer_is_one_below_it(tmp_path: Path) -> None:
         ("[{match: 'model.blocks', lr: 0.1x}]", PlanError, "optimizer.groups pattern 'model.blocks' matches no parameter"),
         ("[{match: '**', lr: 2x}, {match: '**.mlp', lr: 3x}]", PlanError, "earlier groups have all its parameters"),
         ("[{match: lm_head, lr_decay: 0.5}]", PlanError, "names no layer"),
-        ("[{match: lm_head}]", ConfigError, "'lm_head' changes nothing; legal are lr, lr_decay and weight_decay"),
+        (
+            "[{match: lm_head}]",
+            ConfigError,
+            "'lm_head' changes nothing; legal are lr, lr_decay, weight_decay, betas, eps, fused, kind, use and with",
+        ),
         ("[{match: lm_head, lr: '0.1'}]", ConfigError, "legal are a rate above 0, and a share of optimizer.lr, as 0.1x"),
         ("[{match: lm_head, lr: 0}]", ConfigError, "legal are a rate above 0"),
         ("[{match: lm_head, lr: fastx}]", ConfigError, "legal are a rate above 0"),
-        ("[{match: lm_head, betas: [0.1, 0.2]}]", ConfigError, "groups.0.betas: unknown key; here it is"),
+        ("[{match: lm_head, rate: 0.1x}]", ConfigError, "groups.0.rate: unknown key"),
     ],
 )
 def test_what_is_wrong_is_refused(tmp_path: Path, groups: str, kind: Any, words: str) -> None:
@@ -116,7 +120,7 @@ def test_a_parameter_moves_by_its_rate() -> None:
     from meshwright.train.config import OptimizerConfig
 
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    options = ParallelOptions(groups=(("0", 0.25, None, None),))
+    options = ParallelOptions(groups=(("0", 0.25, None, None, ()),))
     plan = resolve(ParallelSpec("plain", layers=()), model, Layout(), options, world_size=1)
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.0), plan.parameters)
     before = [parameter.detach().clone() for parameter in model.parameters()]

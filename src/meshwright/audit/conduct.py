@@ -147,8 +147,10 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         parallel = parallel.model_copy(update={"compile": False})
     if model.attn_implementation not in (None, "eager", "sdpa"):
         model = model.model_copy(update={"attn_implementation": "sdpa"})
-    smooth = {"eps": max(optimizer.eps, SMOOTH_EPS)} if dtype != "float64" else {}
-    optimizer = optimizer.model_copy(update={"lr": max(optimizer.lr, LEAST_RATE), **smooth})
+    if dtype != "float64":
+        smooth = [one.model_copy(update={"eps": max(one.eps, SMOOTH_EPS)} if one.eps else {}) for one in optimizer.groups]
+        optimizer = optimizer.model_copy(update={"eps": max(optimizer.eps, SMOOTH_EPS), "groups": smooth})
+    optimizer = optimizer.model_copy(update={"lr": max(optimizer.lr, LEAST_RATE)})
     ready = changed.model_copy(
         update={
             "output": str(folder / "run"),
@@ -177,6 +179,7 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         "parallel.compile": "compiled code rounds by itself; --dtype float32 audits it",
         "optimizer.lr": "steps have to be seen in the parameters",
         "optimizer.eps": "rounding is not to decide the sign of an update",
+        "optimizer.groups": "rounding is not to decide the sign of an update; AdamW stands in for other optimizers",
         "optimizer.use": "AdamW stands in for it: its state is not audited yet",
         "schedule.kind": "the first steps are to count",
         "schedule.warmup_steps": "the first steps are to count",

@@ -77,7 +77,7 @@ def _scales_each_feature(holder: nn.Module, own: str) -> bool:
 
 
 def plain_groups(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> list[dict[str, Any]]:
-    """Return groups of parameters for AdamW in one process: of each, its rate and its decay, read from names and words alone.
+    """Return groups of parameters for AdamW in one process: of each, how it is updated, read from names and words alone.
 
     The words of a group are: the first whose pattern matches the name of a parameter, or of a module that holds it; with
     ``lr_decay``, once for each layer above; what the model lists before its first layer is one below it.
@@ -85,23 +85,25 @@ def plain_groups(model: nn.Module, settings: OptimizerConfig, decayed: Collectio
     names = {name: own for one, own in names_of_parameters(model).items() for name in own[:1] if one.requires_grad}
     numbered = {name: re.match(r"(.*?)\.(\d+)\.", name) for name in (own[0] for own in names_of_parameters(model).values())}
     layers = [(match[1], int(match[2])) for match in numbered.values() if match]
-    made: dict[tuple[float, float], list[nn.Parameter]] = {}
+    made: dict[tuple[float, float, tuple[float, float], float], list[nn.Parameter]] = {}
     parameters = dict(model.named_parameters())
     for name, own in names.items():
         group = next((one for one in settings.groups if any(_held_by(one.match, alias) for alias in own)), None)
-        share, decay = 1.0, settings.weight_decay
+        share, decay, betas, eps = 1.0, settings.weight_decay, settings.betas, settings.eps
         if group is not None:
             share = group.share(settings.lr)
             decay = decay if group.weight_decay is None else group.weight_decay
+            betas, eps = group.betas or betas, group.eps or eps
             if group.lr_decay is not None and layers:
                 place, listed = numbered[name], list(numbered)
                 early = listed.index(name) < next(at for at, other in enumerate(listed) if numbered[other])
                 stack, layer = (place[1], int(place[2])) if place else (layers[0][0], -1 if early else None)
                 top = max(number for other, number in layers if other == stack)
                 share *= group.lr_decay ** (0 if layer is None else top - layer)
-        made.setdefault((share, decay if name in decayed else 0.0), []).append(parameters[name])
+        made.setdefault((share, decay if name in decayed else 0.0, betas, eps), []).append(parameters[name])
     return [
-        {"params": own, "lr": settings.lr * share, SHARE: share, "weight_decay": decay} for (share, decay), own in made.items()
+        {"params": own, "lr": settings.lr * share, SHARE: share, "weight_decay": decay, "betas": betas, "eps": eps}
+        for (share, decay, betas, eps), own in made.items()
     ]
 
 

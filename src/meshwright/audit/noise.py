@@ -85,13 +85,13 @@ def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1)
         trainer = ReferenceTrainer(case.on_one_process(), device)
         _shake(trainer, seed, bits)
         trainer.record(folder / f"shaken-{seed}")
-        share = 1 - trainer.config.optimizer.betas[0]
+        first = {row.name: (row.betas or trainer.config.optimizer.betas)[0] for row in trainer.setup.plan.parameters}
         for name, _ in trainer.model.named_parameters():
             key = f"optimizer.{name}.exp_avg"
             truth, gradient = reference.get(key), reference.get(f"gradient.{name}")
             if truth is None or gradient is None:
                 continue
             scale = max(float(gradient.abs().max()), floor)
-            error = compare(trainer.tensors.get(key), truth, share * scale)[0]
+            error = compare(trainer.tensors.get(key), truth, (1 - first[name]) * scale)[0]
             drift[name] = (max(error, drift.get(name, (0.0, 0.0))[0]), scale)
     return drift

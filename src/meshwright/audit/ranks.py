@@ -226,7 +226,6 @@ class RankTrainer(AuditTrainer):
     @torch.no_grad()
     def _compare_after_steps(self) -> None:
         states, settings = states_by_kind(self.model, self.optimizer), self.config.optimizer
-        share = {"exp_avg": 1 - settings.betas[0], "exp_avg_sq": 1 - settings.betas[1]}
         # The optimizer got the clipped gradient.
         clipped = min(1.0, self.reference.clipped_norm / self.reference.norms[0]) if self.reference.norms[0] else 1.0
         for name, parameter in self.named.items():
@@ -239,7 +238,7 @@ class RankTrainer(AuditTrainer):
             kinds = {*states, *(key.rpartition(".")[2] for key in self.reference.names(f"optimizer.{name}"))}
             for kind in sorted(kinds):
                 truth = self.reference.get(f"optimizer.{name}.{kind}")
-                floor = share.get(kind, 0.0) * (scale**2 if kind == "exp_avg_sq" else scale)
+                floor = self.tolerances.moment_floor(name, kind, scale, settings)
                 allowed = {"step": 0.0, "exp_avg_sq": 2 * tolerance}.get(kind, tolerance)
                 self._row(kind, name, states.get(kind, {}).get(name), truth, allowed, floor)
         self.result.digests["parameter"] = {name: digest(parameter) for name, parameter in self.named.items()}

@@ -104,9 +104,16 @@ class Tolerances:
             off: how much an entry of its gradient may be off.
             settings: of the optimizer.
         """
-        size = (variance.double() / (1 - settings.betas[1] ** self.steps)).sqrt() + settings.eps
-        caused = settings.lr * self.steps * (off / size).clamp(max=2.0)
+        row = self.rows[name]
+        second, eps = (row.betas or settings.betas)[1], row.eps or settings.eps
+        size = (variance.double() / (1 - second**self.steps)).sqrt() + eps
+        caused = row.rate * settings.lr * self.steps * (off / size).clamp(max=2.0)
         return caused + 4 * self.steps * self.storage_eps(name) * float(after.abs().max())
+
+    def moment_floor(self, name: str, kind: str, scale: float, settings: OptimizerConfig) -> float:
+        """For a moment of AdamW: what one step with a gradient of this scale adds to it; 0 for another state."""
+        first, second = self.rows[name].betas or settings.betas
+        return {"exp_avg": (1 - first) * scale, "exp_avg_sq": (1 - second) * scale**2}.get(kind, 0.0)
 
     def storage_eps(self, name: str) -> float:
         """Relative rounding of the dtype that a parameter is stored in."""

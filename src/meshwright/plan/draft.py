@@ -91,10 +91,18 @@ class Rate:
     Attributes:
         share: its learning rate, as a share of that of the optimizer.
         weight_decay: that of its group; ``None``: that of the optimizer.
+        betas: those of its group, so too.
+        eps: so too.
+        fused: so too.
+        optimizer: name of the optimizer of its group; empty: that of all others.
     """
 
     share: float = 1.0
     weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    fused: bool | None = None
+    optimizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class Draft:
         unit_of: first name of each parameter to the name of the unit that has it.
         trained: first names of the parameters that have a gradient.
         decay_rules: first name of each parameter to why weight decay pulls it towards zero or does not (a field of its row).
-        rates: first name of each parameter that a group of the optimizer names to its rate and decay.
+        rates: first name of each parameter that a group of the optimizer names to what the group changes.
         policies: the sync policy of each unit for which options or spec choose one; those of others depend on bytes.
         modes: activation checkpointing mode of each layer.
         tensor: how the model is sliced.

@@ -19,13 +19,15 @@ def host_lines(config: RunConfig, plan: ShardingPlan) -> list[str]:
 
 def _waits(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:
     said = "the host waits for the device"
-    if config.optimizer.use is not None:
-        if not config.optimizer.arguments.get("fused"):
-            yield f"{said} in every step: it decides whether the optimizer steps (optimizer.use={config.optimizer.use})"
-        yield f"optimizer {config.optimizer.use}: the bytes and the time of the plan are those of AdamW"
+    parts = [part for part in config.optimizer.parts.values() if part is not None]
+    if parts:
+        if waiting := [part.use for part in parts if not part.arguments.get("fused")]:
+            yield f"{said} in every step: it decides whether the optimizer steps (optimizer.use={waiting[0]})"
+        for part in parts:
+            yield f"optimizer {part.use}: the bytes and the time of the plan are those of AdamW"
     elif config.parallel.cpu_offload:
         yield f"{said} in every step: the optimizer runs on the host (parallel.cpu_offload)"
-    elif config.optimizer.fused is False:
+    elif config.optimizer.fused is False or any(group.fused is False for group in config.optimizer.groups):
         yield f"{said} in every step: it decides whether the optimizer steps (optimizer.fused=false)"
     if plan.layout.ep > 1 and plan.experts:
         again = [unit.name for unit in plan.units if unit.activation_checkpointing is not ActivationCheckpointing.NONE]

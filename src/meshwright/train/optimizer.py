@@ -3,9 +3,10 @@
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,9 +16,9 @@ from meshwright.errors import ConfigError, PartError, PlanError, Refusal
 from meshwright.objectives.call import in_part
 from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
-from meshwright.user_code import check_arguments, find_part
+from meshwright.user_code import PartConfig, check_arguments, find_part
 
-__all__ = ["SHARE", "build_optimizer", "check_parts", "learning_rate", "set_learning_rate"]
+__all__ = ["SHARE", "SeveralOptimizers", "build_optimizer", "check_parts", "learning_rate", "set_learning_rate"]
 
 SHARE = "share"
 """Key of a parameter group: its learning rate, as a share of that of the configuration."""
@@ -44,45 +45,111 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
         raise PlanError(
             "plan.model", f"the plan has no row for the trained parameter {unknown[0]!r}, so its weight decay is unknown"
         )
-    alike: dict[tuple[float, float], list[torch.Tensor]] = {}
+    everywhere = config.fused
+    if everywhere is None:
+        everywhere = all(able(p.device.type, Ability.FUSED) and p.is_floating_point() for p in trained.values())
+    whole = _Settings(1.0, config.weight_decay, config.betas, config.eps, everywhere)
+    parts = config.parts
+    alike: dict[str, dict[_Settings, list[torch.Tensor]]] = {}
     for name, parameter in trained.items():
         row = row_of[name]
         decay = config.weight_decay if row.weight_decay is None else row.weight_decay
-        alike.setdefault((row.rate, decay if row.decayed else 0.0), []).append(parameter)
-    kinds = sorted(alike, reverse=True) or [(1.0, config.weight_decay)]  # a stage may have no trained parameter
-    groups: list[dict[str, Any]] = [
-        {"params": alike.get(kind, []), "weight_decay": kind[1], "lr": config.lr * kind[0], SHARE: kind[0]} for kind in kinds
-    ]
-    if config.use is not None:
-        kind, arguments = _users(config)
+        fused = everywhere if row.fused is None else row.fused
+        settings = _Settings(row.rate, decay if row.decayed else 0.0, row.betas or config.betas, row.eps or config.eps, fused)
+        # For a forecast or an audit AdamW stands in for the optimizers of the user, and the configuration names none.
+        alike.setdefault(row.optimizer if row.optimizer in parts else "", {}).setdefault(settings, []).append(parameter)
+    alike = alike or {"": {whole: []}}  # a stage may have no trained parameter
+    made = {name: _make(config, name, alike[name], whole) for name in parts if name in alike}
+    return SeveralOptimizers(made, parts) if len(made) > 1 else next(iter(made.values()))
+
+
+class _Settings(NamedTuple):
+    """The settings of parameters that are updated alike."""
+
+    share: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    fused: bool
+
+
+def _make(
+    config: OptimizerConfig, name: str, alike: Mapping[_Settings, list[torch.Tensor]], whole: _Settings
+) -> torch.optim.Optimizer:
+    """Return one of the optimizers of a configuration, by the name that the plan gives it, for its parameters."""
+    groups: list[dict[str, Any]] = []
+    for settings in sorted(alike, reverse=True):
+        own = {"params": alike[settings], "weight_decay": settings.weight_decay}
+        groups.append({**own, "lr": config.lr * settings.share, SHARE: settings.share})
+    if (part := config.parts[name]) is not None:
+        kind, arguments = _users(config, name)
         if "weight_decay" not in inspect.signature(kind).parameters:
             groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-        with in_part(f"optimizer {config.use}", "__init__"):
+        with in_part(f"optimizer {part.use}", "__init__"):
             return kind(groups, lr=config.lr, **arguments)
-    fused = config.fused
-    if fused is None:
-        fused = all(able(p.device.type, Ability.FUSED) and p.is_floating_point() for p in trained.values())
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    for group, settings in zip(groups, sorted(alike, reverse=True), strict=True):
+        group |= {"betas": settings.betas, "eps": settings.eps, "fused": settings.fused}
+    return torch.optim.AdamW(groups, lr=config.lr, betas=whole.betas, eps=whole.eps, fused=whole.fused)
 
 
-def _users(config: OptimizerConfig) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class of an optimizer of the user, and its arguments, checked."""
-    where = "optimizer.use"
-    assert config.use is not None
-    kind = find_part(where, config.use, "optimizers", ["kind=adamw"])
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Several optimizers as one. Its groups and its state are theirs, the same objects.
+
+    Args:
+        optimizers: the optimizers by their names; no two have a parameter in common.
+        parts: those of the user among them, for the names of what they raise.
+    """
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, PartConfig | None]) -> None:
+        super().__init__([group for one in optimizers.values() for group in one.param_groups], {})
+        self.optimizers, self.parts = optimizers, parts
+        for one in optimizers.values():
+            self.state.update(one.state)  # some have a state before their first step
+            one.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Run the step of each. A flag of the guard, if there is one, is for all (they are all fused then)."""
+        for name, one in self.optimizers.items():
+            part = self.parts[name]
+            if hasattr(self, "found_inf"):
+                one.found_inf = self.found_inf  # type: ignore[attr-defined]
+            try:
+                with in_part(f"optimizer {part.use}", "step") if part is not None else nullcontext():
+                    one.step()
+            finally:
+                if hasattr(one, "found_inf"):
+                    del one.found_inf
+
+
+def _users(config: OptimizerConfig, name: str) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of an optimizer of the user, by the name that the plan gives it, and its arguments, checked."""
+    part, of_group = config.parts[name], [one for one in config.groups if config.name_of(one) == name]
+    assert part is not None
+    match = next((repr(one.match) for one in of_group if name), None)
+    where = "optimizer.use" if match is None else f"optimizer.groups: {match}: use"
+    kind = find_part(where, part.use, "optimizers", ["kind=adamw"])
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ConfigError("part.signature", f"{where}={config.use}: is no class of torch.optim.Optimizer")
+        raise ConfigError("part.signature", f"{where}={part.use}: is no class of torch.optim.Optimizer")
     takes = inspect.signature(kind).parameters
     if "lr" not in takes:
-        raise ConfigError("part.signature", f"{where}={config.use}: takes no lr, which is its second argument in torch.optim")
-    decays = {"optimizer.weight_decay": config.weight_decay}
-    decays |= {f"optimizer.groups: {one.match!r}: weight_decay": one.weight_decay or 0.0 for one in config.groups}
-    if "weight_decay" not in takes and (found := [(name, decay) for name, decay in decays.items() if decay]):
+        raise ConfigError("part.signature", f"{where}={part.use}: takes no lr, which is its second argument in torch.optim")
+    decays = {} if name else {"optimizer.weight_decay": config.weight_decay}
+    for one in of_group:
+        own = config.weight_decay if one.weight_decay is None else one.weight_decay
+        if name or one.weight_decay is not None:
+            decays[f"optimizer.groups: {one.match!r}: weight_decay"] = own
+    if "weight_decay" not in takes and (found := [(key, decay) for key, decay in decays.items() if decay]):
         raise ConfigError(
-            Refusal("config.value", f"{name}={decay:g}: {config.use} takes no weight_decay; the legal value is 0")
-            for name, decay in found
+            Refusal("config.value", f"{key}={decay:g}: {part.use} takes no weight_decay; the legal value is 0")
+            for key, decay in found
         )
-    return kind, check_arguments("optimizer", kind, config.arguments, given=("params", "lr", "weight_decay"))
+    arguments = check_arguments(
+        "optimizer" if match is None else f"optimizer.groups: {match}",
+        kind,
+        part.arguments,
+        given=("params", "lr", "weight_decay"),
+    )
+    return kind, arguments
 
 
 def check_parts(config: RunConfig, steps: int) -> None:
@@ -100,10 +167,14 @@ def check_parts(config: RunConfig, steps: int) -> None:
     if schedule.use is not None:
         for step in dict.fromkeys((0, steps // 2, steps - 1)):
             learning_rate(step, steps, settings.lr, schedule)
-    if settings.use is None:
-        return
-    kind, arguments = _users(settings)
-    with in_part(f"optimizer {settings.use}", "step"):
+    for name, part in settings.parts.items():
+        if part is not None:
+            _check_optimizer(settings, name, part.use)
+
+
+def _check_optimizer(settings: OptimizerConfig, name: str, use: str) -> None:
+    kind, arguments = _users(settings, name)
+    with in_part(f"optimizer {use}", "step"):
         parameter = nn.Parameter(torch.ones(4, 4))
         optimizer = kind([parameter], lr=settings.lr, **arguments)
         parameter.grad = torch.ones_like(parameter)
@@ -114,7 +185,7 @@ def check_parts(config: RunConfig, steps: int) -> None:
     ]:
         raise PartError(
             "part.returned",
-            f"optimizer {settings.use}: its state {', '.join(lost)} is no tensor, so that a checkpoint cannot keep it",
+            f"optimizer {use}: its state {', '.join(lost)} is no tensor, so that a checkpoint cannot keep it",
         )
 
 

@@ -153,10 +153,10 @@ class ParallelOptions:
     )
     decay: tuple[str, ...] = _option((), "Patterns of names of parameters that are decayed although they are no matrices.")
     no_decay: tuple[str, ...] = _option((), "Patterns of names of parameters that are not decayed although they are matrices.")
-    groups: tuple[tuple[str, float, float | None, float | None], ...] = _option(
+    groups: tuple[tuple[str, float, float | None, float | None, tuple[tuple[str, Any], ...]], ...] = _option(
         (),
         "Groups of the optimizer: a pattern of names of parameters or modules, a share of the learning rate, a factor for each "
-        "layer from the last one down, and the weight decay.",
+        "layer from the last one down, the weight decay, and what else it changes (betas, eps, fused, optimizer), as pairs.",
     )
     sharded_by: str = _option("", "Name of a function of the user that makes the units; empty: torch's 'fully_shard' does.")
     gradient_reduction: GradientReduction = _option(

@@ -1,6 +1,7 @@
 """The rows of a plan: what becomes of each parameter, unit, module under tensor parallel, mixture, attention and stage."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextMethod, SyncPolicy
@@ -9,6 +10,8 @@ __all__ = ["DECAYED", "AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", 
 
 DECAYED = ("matrix", "decay")
 """The rules of :attr:`ParameterRow.decay_rule` that decay."""
+
+_OF_GROUPS = ("betas", "eps", "fused", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class ParameterRow:
             ``group`` (of the optimizer, without decay).
         rate: its learning rate, as a share of that of the optimizer.
         weight_decay: that of its group of the optimizer; ``None``: that of the optimizer.
+        betas: those of its group, so too.
+        eps: so too.
+        fused: whether one kernel updates the parameters of its group, so too.
+        optimizer: name of the optimizer of its group, where that is another than the one of the run; otherwise empty.
     """
 
     name: str
@@ -56,13 +63,30 @@ class ParameterRow:
     decay_rule: str = ""
     rate: float = 1.0
     weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    fused: bool | None = None
+    optimizer: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as values that JSON can hold. What only groups of the optimizer change stands there if they do."""
+        return {name: own for name, own in asdict(self).items() if name not in _OF_GROUPS or own not in (None, "")}
 
     @property
     def update(self) -> str:
-        """How it is updated, in words: whether it is decayed, and where its rate is another than that of the optimizer."""
+        """How it is updated, in words: whether it is decayed, and what is other than for the optimizer: its rate and so on."""
         because = f"no ({self.decay_rule})" if self.trainable and self.decay_rule else "no"
         decay = because if not self.decayed else "yes" if self.weight_decay is None else f"{self.weight_decay:g}"
-        return decay if self.rate == 1 or not self.trainable else f"{decay}, lr {self.rate:.3g}x"
+        if not self.trainable:
+            return decay
+        changes = [
+            f"lr {self.rate:.3g}x" if self.rate != 1 else "",
+            "" if self.betas is None else f"betas {self.betas[0]:g} {self.betas[1]:g}",
+            "" if self.eps is None else f"eps {self.eps:g}",
+            "" if self.fused is None else "fused" if self.fused else "not fused",
+            self.optimizer,
+        ]
+        return ", ".join(filter(None, (decay, *changes)))
 
     @property
     def stages(self) -> tuple[int, ...]:

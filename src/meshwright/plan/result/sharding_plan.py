@@ -132,7 +132,7 @@ class ShardingPlan:
             "layout": asdict(self.layout),
             "options": self.options.to_dict(),
             "layers": list(self.layers),
-            "parameters": [asdict(row) for row in self.parameters],
+            "parameters": [row.to_dict() for row in self.parameters],
             "units": [asdict(row) for row in self.units],
             "tensor_parallel": [asdict(row) for row in self.tensor_parallel],
             "experts": [asdict(row) for row in self.experts],
@@ -164,7 +164,7 @@ class ShardingPlan:
         return cls(
             family=content["family"],
             layout=Layout(**content["layout"]),
-            options=ParallelOptions(**content["options"]),
+            options=ParallelOptions(**{name: read_tuples(value) for name, value in content["options"].items()}),
             layers=tuple(content["layers"]),
             parameters=tuple(read_row(ParameterRow, {**_decayed_then(item), **item}) for item in content["parameters"]),
             units=units,

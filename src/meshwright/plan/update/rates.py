@@ -1,4 +1,4 @@
-"""The learning rate and the weight decay of each parameter, where groups of the configuration change them.
+"""Learning rate, weight decay and other settings of each parameter, where groups of the configuration change them.
 
 A group names parameters by a pattern of their names, or of the modules that hold them; a parameter is in the first group that
 names it. With a factor per layer, the rate of the last layer is that of the group, and each layer below has the factor once
@@ -16,7 +16,7 @@ __all__ = ["choose_rates"]
 
 
 def choose_rates(draft: Draft) -> Found[dict[str, Rate]]:
-    """Choose rate and decay of the parameters that a group names, by their first names."""
+    """Choose how the parameters that a group names are updated, by their first names."""
     problems, rates = Problems(), dict[str, Rate]()
     by_name: dict[str, list[str]] = {}  # also by the modules that hold them
     for parameter in draft.parameters:
@@ -25,7 +25,7 @@ def choose_rates(draft: Draft) -> Found[dict[str, Rate]]:
             while path:
                 by_name.setdefault(path, []).append(parameter.name)
                 path = holder_of(path)
-    for match, share, per_layer, weight_decay in draft.options.groups:
+    for match, share, per_layer, weight_decay, others in draft.options.groups:
         named = names_for(problems, "optimizer.groups", match, by_name, "parameter")
         own = [name for name in dict.fromkeys(one for path in named for one in by_name[path]) if name not in rates]
         if named and not own:
@@ -33,7 +33,8 @@ def choose_rates(draft: Draft) -> Found[dict[str, Rate]]:
         below = _layers_above(draft, own) if per_layer is not None else {}
         if own and per_layer is not None and not any(within(name, draft.layers) for name in own):
             problems.add("plan.pattern", f"optimizer.groups pattern {match!r}: has lr_decay, and names no layer")
-        rates.update({name: Rate(share * (per_layer or 1.0) ** below.get(name, 0), weight_decay) for name in own})
+        for name in own:
+            rates[name] = Rate(share * (per_layer or 1.0) ** below.get(name, 0), weight_decay, **dict(others))
     return Found(rates, problems)
 
 

@@ -37,7 +37,7 @@ from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.names import generalize, holder_of
 from meshwright.plan.given.spec import ParallelSpec
-from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import ParameterRow, ShardingPlan
 from meshwright.train.callbacks.make_callbacks import OWN
 from meshwright.train.proofs.own_code import code_digest
 from meshwright.train.start.setup import RunSetup
@@ -164,7 +164,9 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         "sequence_parallel": str(options.sequence_parallel),
         "decayed": "matrices" if not options.decay and not options.no_decay else _digest(sorted(decayed)),
         **(
-            {"groups": _digest(sorted({(generalize(row.name), row.rate) for row in plan.parameters}))} if options.groups else {}
+            {"groups": _digest(sorted({(generalize(row.name), *_updated(row)) for row in plan.parameters}))}
+            if options.groups
+            else {}
         ),
         "frozen": "none" if all(trainable for _, trainable in frozen) else _digest(sorted(frozen)),
         "tensor_parallel": _digest(sorted(moved)) if moved else "none",
@@ -173,6 +175,11 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         **({"context_parallel": _attention(plan)} if plan.attentions else {}),
         **({"pipeline": _pipeline(plan)} if plan.stages else {}),
     }
+
+
+def _updated(row: ParameterRow) -> tuple[float | str, ...]:
+    """Return what a group changes of the update. An audit may raise eps, so that its value counts as little as others do."""
+    return (row.rate, *(name for name in ("betas", "eps") if getattr(row, name) is not None))
 
 
 def _pipeline(plan: ShardingPlan) -> str:

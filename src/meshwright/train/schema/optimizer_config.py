@@ -3,10 +3,10 @@
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from meshwright.train.schema.parallel_config import Section
-from meshwright.user_code import PartConfig
+from meshwright.user_code import PartConfig, part_text
 
 __all__ = ["OptimizerConfig", "OptimizerGroup", "ScheduleConfig"]
 
@@ -43,18 +43,43 @@ class _Replaceable(Section):
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
+_CHANGED = "lr, lr_decay, weight_decay, betas, eps, fused, kind, use and with"
+_OF_ADAMW = ("betas", "eps", "fused")
+
+
 class OptimizerGroup(Section):
-    """Another rate or decay for some parameters."""
+    """Another rate, decay or setting for some parameters, or another optimizer."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     match: str = Field(min_length=1, description="Pattern of names of parameters, or of modules that hold them.")
     lr: float | str = "1x"
     lr_decay: float | None = Field(default=None, gt=0, le=1)
     weight_decay: float | None = Field(default=None, ge=0)
+    betas: tuple[_Decay, _Decay] | None = None
+    eps: float | None = Field(default=None, gt=0)
+    fused: bool | None = None
+    kind: Literal["adamw"] | None = None
+    use: str | None = Field(default=None, min_length=1)
+    arguments: dict[str, Any] = Field(default={}, alias="with")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_whole(cls, given: Any) -> Any:
+        found = [key for key in ("decay", "no_decay") if isinstance(given, dict) and key in given]
+        if found:
+            raise ValueError(
+                f"optimizer.groups: {given.get('match')!r} has {found[0]}; it lists patterns of the whole model: set "
+                f"optimizer.{found[0]}, or weight_decay here, the decay of what is decayed in this group (0: of nothing)"
+            )
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.model_fields_set <= {"match"}:
-            raise ValueError(f"optimizer.groups: {self.match!r} changes nothing; legal are lr, lr_decay and weight_decay")
+            raise ValueError(f"optimizer.groups: {self.match!r} changes nothing; legal are {_CHANGED}")
+        if self.kind is not None and (self.use is not None or self.arguments):
+            raise ValueError(f"optimizer.groups: {self.match!r} has kind, and use or with; kind is ours, use is yours")
         try:
             rate = self.share(1.0)
         except ValueError:
@@ -63,6 +88,15 @@ class OptimizerGroup(Section):
             legal = "legal are a rate above 0, and a share of optimizer.lr, as 0.1x"
             raise ValueError(f"optimizer.groups: {self.match!r} has lr={self.lr!r}; {legal}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the later keys that are not set, so that groups of earlier checkpoints are equal to the same ones now."""
+        return {
+            key: own
+            for key, own in write(self).items()
+            if key in ("match", "lr", "lr_decay", "weight_decay") or own not in (None, {})
+        }
 
     def share(self, rate: float) -> float:
         """Return its learning rate as a share of another one."""
@@ -87,19 +121,55 @@ class OptimizerConfig(_Replaceable):
         description="Other rates and decays, as in [{match: '**.embed_tokens', lr: 0.1x, weight_decay: 0}]. match: a pattern "
         "of names of parameters, or of modules that hold them; the first that matches counts. lr: a rate, or a share of "
         "optimizer.lr, as 0.1x. lr_decay: a factor for each layer from the last one down; what is before the first layer is "
-        "one below. weight_decay: of what is decayed.",
+        "one below. weight_decay: of what is decayed. betas, eps, fused: as those of optimizer. use, with: another optimizer "
+        "for the group; kind: adamw, where optimizer.use is another.",
     )
     fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.beside_use("betas", "eps", "fused")
+        self.beside_use(*_OF_ADAMW)
+        for group in self.groups:
+            part, said = self.part_of(group), f"optimizer.groups: {group.match!r} has"
+            if group.arguments and part is None:
+                raise ValueError(f"{said} with, the arguments of use, and neither the group nor optimizer has use")
+            if part is not None and (found := [key for key in _OF_ADAMW if getattr(group, key) is not None]):
+                raise ValueError(f"{said} {', '.join(found)}, which belongs to kind, and {part.use}; put it into with")
         return self
+
+    def part_of(self, group: OptimizerGroup) -> PartConfig | None:
+        """Return the optimizer of the user that updates a group; ``None``: AdamW does."""
+        if group.kind is not None or (group.use or self.use) is None:
+            return None
+        arguments = group.arguments if group.use is not None else {**self.arguments, **group.arguments}
+        return PartConfig.model_validate({"use": group.use or self.use, "with": arguments})
+
+    def name_of(self, group: OptimizerGroup) -> str:
+        """Return the name of the optimizer of a group, with its arguments; empty: it is that of the parameters in no group."""
+        part = self.part_of(group)
+        return "" if part == self.part else self.kind if part is None else part_text(part)
+
+    def others(self, group: OptimizerGroup) -> tuple[tuple[str, Any], ...]:
+        """Return what a group changes besides rate and decay, as pairs, in the words of a row of the plan."""
+        found = {**{key: getattr(group, key) for key in _OF_ADAMW}, "optimizer": self.name_of(group) or None}
+        return tuple((key, own) for key, own in found.items() if own is not None)
+
+    @property
+    def parts(self) -> dict[str, PartConfig | None]:
+        """The optimizers by the names of :meth:`name_of`; that of the parameters in no group is the first."""
+        return {"": self.part, **{self.name_of(group): self.part_of(group) for group in self.groups}}
+
+    @property
+    def is_adamw(self) -> bool:
+        """Whether it is AdamW for all parameters."""
+        return all(part is None for part in self.parts.values())
 
     @property
     def ours(self) -> Self:
         """The same settings for AdamW, which stands in for an optimizer of the user in forecasts and audits."""
-        return self if self.use is None else self.model_copy(update={"use": None, "arguments": {}})
+        nobodys: dict[str, Any] = {"use": None, "arguments": {}}
+        groups = [one.model_copy(update={**nobodys, "kind": None}) for one in self.groups]
+        return self if self.is_adamw else self.model_copy(update={**nobodys, "groups": groups})
 
 
 class ScheduleConfig(_Replaceable):

@@ -65,8 +65,11 @@ def adapted(config: RunConfig, kind: str) -> tuple[RunConfig, list[str]]:
     from meshwright.device import CPU, Ability, able
 
     lines = []
-    if config.optimizer.use is None and config.optimizer.fused is not False and not able(kind, Ability.FUSED):
-        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"fused": False})})
+    optimizer = config.optimizer
+    asks = (optimizer.use is None and optimizer.fused is not False) or any(group.fused for group in optimizer.groups)
+    if asks and not able(kind, Ability.FUSED):
+        groups = [group.model_copy(update={"fused": False}) if group.fused else group for group in optimizer.groups]
+        config = config.model_copy(update={"optimizer": optimizer.model_copy(update={"fused": False, "groups": groups})})
         lines.append(f"{kind} has no fused AdamW: the update is made of several operators (optimizer.fused=false)")
     parallel = config.parallel
     if parallel.compile and parallel.compile_backend == "inductor" and not able(kind, Ability.COMPILED):

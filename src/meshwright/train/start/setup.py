@@ -178,7 +178,7 @@ def make_setup(
         raise together(problems)
     options = config.parallel.options(microbatches)
     freeze, decay = (*options.freeze, *objective.frozen), config.optimizer
-    groups = tuple((one.match, one.share(decay.lr), one.lr_decay, one.weight_decay) for one in decay.groups)
+    groups = tuple((one.match, one.share(decay.lr), one.lr_decay, one.weight_decay, decay.others(one)) for one in decay.groups)
     options = replace(options, freeze=freeze, decay=tuple(decay.decay), no_decay=tuple(decay.no_decay), groups=groups)
     tokens, experts = _tokens(config, layout, model)
     options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packed)

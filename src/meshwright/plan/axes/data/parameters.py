@@ -162,6 +162,10 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], probl
         decay_rule="group" if rule in DECAYED and rate.weight_decay == 0 else rule,
         rate=rate.share,
         weight_decay=rate.weight_decay,
+        betas=rate.betas,
+        eps=rate.eps,
+        fused=rate.fused,
+        optimizer=rate.optimizer,
         copies=stages[1:],
     )
 
