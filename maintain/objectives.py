@@ -75,6 +75,7 @@ OBJECTIVES = (
         ObjectiveRow("classification", head={"kind": "sequence_classification", "num_labels": 3, "problem_type": kind})
         for kind in ("single_label_classification", "multi_label_classification", "regression")
     ),
+    ObjectiveRow("token_classification", head={"kind": "token_classification", "num_labels": 3}),
     *(
         ObjectiveRow("reward", {"loss_type": kind}, head={"kind": "sequence_classification", "num_labels": 1})
         for kind in ("bradley_terry", "mse")

@@ -165,6 +165,7 @@ CODES: dict[str, tuple[str, str]] = {
     "data.text": ("A field holds no text.", "Text in UTF-8."),
     "data.bad_rows": ("Rows cannot be used.", "Correct them; or data.bad_rows=skip within data.bad_rows_limit."),
     "data.rollout": ("A row is no rollout.", "Tokens of a prompt and an answer, and finite numbers for each of the latter."),
+    "data.words": ("Words and their labels do not fit.", "As many labels as words; a tokenizer that takes words."),
     "data.pairs": ("A row is no pair of answers, or has no label.", "A prompt, and two answers; or one with label 0 or 1."),
     "data.chat.messages": ("A list of messages has another form.", "Messages of role and content; weight 0 or 1."),
     "data.chat.role": ("A message has an unknown role.", "The roles in the message."),

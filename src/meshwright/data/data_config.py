@@ -84,6 +84,7 @@ class DataConfig(BaseModel):
         "preference",
         "unpaired_preference",
         "labeled",
+        "labeled_words",
         "scored",
         "rollout",
     ] = Field(
@@ -91,9 +92,9 @@ class DataConfig(BaseModel):
         description="What the rows are: 'text'; or chats as 'messages' (role, content), 'sharegpt' (conversations of from and "
         "value), 'alpaca' (instruction, input, output) or 'prompt_completion'; or 'tokens' (input_ids, loss_mask); or what an "
         "objective reads: 'preference' (prompt, chosen, rejected), 'unpaired_preference' (prompt, completion, label), "
-        "'labeled' (text or messages, label), 'scored' (messages, or prompt and completion; score), 'rollout' (prompt_ids, "
-        "completion_ids, old_log_probs; advantages, or reward and group). 'auto': of those that the objective reads, the one "
-        "whose columns the first row of a file has.",
+        "'labeled' (text or messages, label), 'labeled_words' (words, labels), 'scored' (messages, or prompt and completion; "
+        "score), 'rollout' (prompt_ids, completion_ids, old_log_probs; advantages, or reward and group). 'auto': of those that "
+        "the objective reads, the one whose columns the first row of a file has.",
     )
     columns: dict[str, str | None] = Field(
         default={},

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -11,9 +12,10 @@ import numpy as np
 from meshwright.data.chat import check_chat_tokenizer, encode_chat, encode_whole_chat, unwritten
 from meshwright.data.rows.bad_rows import BadRows
 from meshwright.data.rows.columns import TensorColumn
-from meshwright.data.rows.document import Document, Tokens
+from meshwright.data.rows.document import Document, Tokens, Words
 from meshwright.data.rows.row_values import check_lengths, cut, file_of, write_values
 from meshwright.data.rows.token_rows import check_tokens
+from meshwright.data.rows.word_labels import tokens_of_words
 from meshwright.data.sums import FileSums, SummedFile
 from meshwright.data.tokenizer import vocabulary_digest
 from meshwright.errors import ConfigError, DataError, number_of
@@ -90,6 +92,9 @@ class Writer:
             if document.tokens is not None:
                 self._add_tokens(document, document.tokens)
                 continue
+            if document.words is not None:
+                self._add_words(document, document.words)
+                continue
             self._check_tokenizer(document)
             if document.messages is not None:
                 self._add_chat(document, document.messages)
@@ -120,6 +125,14 @@ class Writer:
             self.bad.add(error)
         else:
             self._add(document, tokens.ids, tokens.mask)
+
+    def _add_words(self, document: Document, words: Words) -> None:
+        try:
+            tokens, values = tokens_of_words(self.tokenizer, words, document.source)
+        except DataError as error:
+            self.bad.add(error)
+        else:
+            self._add(replace(document, values={**document.values, **values}), tokens.ids, None)
 
     @cached_property
     def _vocabulary(self) -> str:

@@ -172,11 +172,11 @@ class ModelConfig(BaseModel):
 
     @property
     def task(self) -> tuple[str, int, tuple[str, ...]] | None:
-        """What the numbers of its head for texts say, how many they are, and their names; ``None``: none, or it is unknown.
+        """What the numbers of its head say, how many they are, and their names; ``None``: none, or it is unknown.
 
         The config of a pretrained model is read if it is a local directory.
         """
-        if self.head is None or self.head.kind != "sequence_classification":
+        if self.head is None:
             return None
         described = self.config or {}
         if self.local is not None:
@@ -184,9 +184,13 @@ class ModelConfig(BaseModel):
                 described = json.loads((self.local / "config.json").read_text(encoding="utf-8"))
             except (OSError, ValueError):  # the code that builds the model says what is wrong
                 described = {}
-            own = any(str(name).endswith("ForSequenceClassification") for name in described.get("architectures") or ())
+            ending = "ForSequenceClassification" if self.head.kind == "sequence_classification" else "ForTokenClassification"
+            own = any(str(name).endswith(ending) for name in described.get("architectures") or ())
             described = described if own else {}
-        return self.head.task(described)
+        found = self.head.task(described)
+        if found is None or self.head.kind == "sequence_classification":
+            return found
+        return "single_label_classification", *found[1:]
 
     @property
     def local(self) -> Path | None:

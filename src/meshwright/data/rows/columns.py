@@ -90,6 +90,9 @@ FORMATS = {
         extra=(),
         values={"old_log_probs": TensorColumn(per="token"), "advantages": TensorColumn(per="token")},
     ),
+    "labeled_words": Format(
+        ("words", "labels"), extra=(), values={"word_labels": TensorColumn(per="token", dtype="int64")}, whole=True
+    ),
     "labeled": Format(("label",), ("text", "messages"), ("role", "content"), whole=True),
     "scored": Format(
         ("score",), ("messages", "prompt", "completion", "system"), ("role", "content"), values={"score": SCORE}, whole=True

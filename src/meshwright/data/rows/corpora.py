@@ -80,7 +80,9 @@ def training_texts(config: DataConfig, cache_dir: str | Path | None = None, bad:
     for document in documents(config, cache_dir, bad):
         if document.text is not None:
             yield document.text
-        for message in document.messages or []:
+        if document.words is not None:
+            yield " ".join(document.words.words)
+        for message in (*(document.messages or ()), *(document.second or ())):
             if isinstance(message.get("content"), str):
                 yield message["content"]
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from meshwright.data.rows.row_values import Values
 
-__all__ = ["Document", "Rewarded", "Tokens"]
+__all__ = ["Document", "Rewarded", "Tokens", "Words"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,14 @@ class Tokens:
     """Which of them are learned; ``None``: all."""
     tokenizer: str | None
     """Digest of the vocabulary that they are ids of (:func:`~meshwright.data.tokenizer.vocabulary_digest`), if it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Words, and the class of each."""
+
+    words: list[str]
+    labels: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ class Document:
     """Of a document with a prompt: the place in its messages where its answer begins."""
     tokens: "Tokens | None" = None
     """Its tokens, if the row has them."""
+    words: Words | None = None
+    """Its words, if each has a label."""
     rewarded: Rewarded | None = None
     """Of a rollout, if its advantage is to be computed."""
 

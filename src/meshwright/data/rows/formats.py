@@ -18,6 +18,7 @@ from meshwright.data.rows.row_files import Row, names_of, refuse_duplicates
 from meshwright.data.rows.row_values import read_values
 from meshwright.data.rows.token_rows import tokens_of
 from meshwright.data.rows.turns import call_of_text, check_sound, exchange, field_of, message_of, text_of
+from meshwright.data.rows.word_labels import words_of
 from meshwright.errors import DataError, Refusal
 
 __all__ = ["SPEAKERS", "RowReader", "check_columns"]
@@ -99,7 +100,8 @@ class RowReader:
             self.seen.update(dict.fromkeys(row.values))
         name = self._format(row)
         layout = FORMATS[name]
-        tensors = {**self.tensors, **({} if name == "rollout" else layout.columns(self._column))}
+        made = name in ("rollout", "labeled_words")  # their columns are made of several fields
+        tensors = {**self.tensors, **({} if made else layout.columns(self._column))}
         read = (key for key in layout.required + layout.optional + layout.extra if key not in self.left_out)
         used = [*map(self._column, read), *(column.column or name for name, column in tensors.items())]
         values = read_values(tensors, row) if tensors else {}
@@ -123,6 +125,10 @@ class RowReader:
             prompt, said = answer(row, self._column)
             prompt = [*self._system(row), *prompt]
             document = replace(document, messages=prompt + said, answer=len(prompt))
+        elif name == "labeled_words":
+            assert self.labels is not None
+            words = words_of(row, self._column("words"), self._column("labels"), self.labels)
+            document = replace(document, words=words)
         elif layout.whole:
             document = self._whole(document, name, row)
         else:

@@ -89,9 +89,10 @@ class Wanted:
             problems.add(
                 "data.long_documents", f"data.long_documents='split': objective {self.objective} reads whole rows; {legal}"
             )
-        if "labeled" in formats and self.labels is None:
+        if {"labeled", "labeled_words"} & {*formats} and self.labels is None:
             problems.add(
-                "model.head", "data.format='labeled': nothing says what labels are; set model.head with num_labels or labels"
+                "model.head",
+                f"data.format={formats[0]!r}: nothing says what labels are; set model.head with num_labels or labels",
             )
         taken = {*self.values(formats), *(("label",) if "labeled" in formats else ())}
         for name in tensors.keys() & taken:

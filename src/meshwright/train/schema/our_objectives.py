@@ -58,6 +58,11 @@ OURS = {
         lambda arguments: "meshwright.objectives.policy:Policy", lambda arguments: ("rollout",), scales=_scales
     ),
     "reward": OurObjective(lambda arguments: "meshwright.objectives.reward:Reward", _of_reward, whole=True),
+    "token_classification": OurObjective(
+        lambda arguments: "meshwright.objectives.token_classification:TokenClassification",
+        lambda arguments: ("labeled_words",),
+        whole=True,
+    ),
     "classification": OurObjective(
         lambda arguments: "meshwright.objectives.classification:Classification", lambda arguments: ("labeled",), whole=True
     ),
