@@ -78,7 +78,10 @@ def test_the_loss_is_that_of_transformers(jsonl: Jsonl, tokenizer: Any, tmp_path
         labels = torch.full_like(encoded["input_ids"], -100)
         for number, label in enumerate(line["labels"]):
             labels[0, encoded.word_to_tokens(number).start] = label
-        losses_.append(theirs(input_ids=encoded["input_ids"], labels=labels).loss * len(line["labels"]))
+        said = theirs(input_ids=encoded["input_ids"], labels=labels)
+        alone = torch.nn.functional.cross_entropy(said.logits[0], labels[0], reduction="sum")
+        assert float(said.loss) * len(line["labels"]) == pytest.approx(float(alone), rel=1e-6)  # theirs is in fp32
+        losses_.append(alone)
         words += len(line["labels"])
     truth = torch.stack(losses_).sum() / words
     truth.backward()
