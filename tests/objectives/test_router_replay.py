@@ -24,7 +24,7 @@ from meshwright.data.loader import TrainLoader
 from meshwright.data.preparation import write_documents
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import train_tokenizer
-from meshwright.distributed.experts.replay import Replay
+from meshwright.distributed.experts.router_replay import Replay
 from meshwright.errors import ConfigError, DataError, ModelError
 from meshwright.models.token_loss import forward_logits
 from meshwright.objectives.policy import Policy

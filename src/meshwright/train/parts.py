@@ -13,7 +13,7 @@ from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
-from meshwright.distributed.experts.replay import Replay
+from meshwright.distributed.experts.router_replay import Replay
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.distributed.pipeline.stage_parts import StageParts, make_parts, models_of
 from meshwright.models.added_modules import initialize_added, without_added

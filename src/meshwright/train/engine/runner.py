@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
-from meshwright.distributed.experts.replay import Replay
+from meshwright.distributed.experts.router_replay import Replay
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.adapters.adapt import adapters_off

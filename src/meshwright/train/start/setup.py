@@ -115,7 +115,7 @@ def make_setup(
     """
     from meshwright.data.rows.columns import ROUTED_EXPERTS
     from meshwright.distributed.experts.balance import refusals
-    from meshwright.distributed.experts.replay import replay_refusals
+    from meshwright.distributed.experts.router_replay import replay_refusals
     from meshwright.models.added_modules import add_modules
     from meshwright.models.objective import PRECOMPUTED, NextToken
     from meshwright.objectives.call import named, passes_before
