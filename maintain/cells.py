@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from maintain.tiny import TINY_MODELS
 from meshwright.audit.case import Case
-from meshwright.audit.conduct import Auditor, make_ready
+from meshwright.audit.conduct import Auditor
 from meshwright.audit.data import draw_documents
+from meshwright.audit.ready import make_ready
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod, PipelineSchedule, SyncPolicy

@@ -24,8 +24,9 @@ from maintain.default_configs import MISSING_DEFAULTS, model_types
 from maintain.reasons import EXPLAINED, reason_of
 from maintain.variants import flipped, parsed, variants_of, written
 from meshwright.audit.case import Case
-from meshwright.audit.conduct import Auditor, make_ready
+from meshwright.audit.conduct import Auditor
 from meshwright.audit.data import draw_documents
+from meshwright.audit.ready import make_ready
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig

@@ -81,6 +81,7 @@ CODES: dict[str, tuple[str, str]] = {
     "moe.router": ("A router is unknown, or returns something else.", "The router of ExpertsRule: scores, weights, numbers."),
     "moe.scores": ("The kind of a router's scores is unknown.", "scores of ExpertsRule, as the message lists."),
     "moe.balance": ("Nothing can balance this router as asked.", "moe.aux_loss, or moe.bias_update_rate where it has a bias."),
+    "moe.replay": ("Routers cannot be given these experts.", "Routers with one topk; as many columns as the message says."),
     "moe.inputs": ("Experts got wrong shapes or numbers of experts.", "hidden, index, weights; 0 to experts less 1."),
     "fsdp.already": ("The model is sharded or sliced already.", "A model that is built anew."),
     "fsdp.bitsandbytes": ("FSDP2 would lose parts of a weight of bitsandbytes.", "bfloat16; or adapter.base=nf4."),

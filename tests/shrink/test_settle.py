@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.audit.conduct import make_ready
+from meshwright.audit.ready import make_ready
 from meshwright.shrink.run import shrink
 from meshwright.shrink.settle import copy_policies
 from meshwright.train.proofs.claim import claim_of, model_digest

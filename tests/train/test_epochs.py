@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.audit.conduct import make_ready
+from meshwright.audit.ready import make_ready
 from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.errors import ConfigError

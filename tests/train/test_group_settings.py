@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from maintain.cells import Variant, family_case
-from meshwright.audit.conduct import SMOOTH_EPS, Auditor, make_ready
+from meshwright.audit.conduct import Auditor
 from meshwright.audit.decay import plain_groups, to_be_decayed
+from meshwright.audit.ready import SMOOTH_EPS, make_ready
 from meshwright.checkpoint.state import initialize_optimizer, optimizer_tensors
 from meshwright.errors import ConfigError, PartError
 from meshwright.plan.given.closed_choices import SyncPolicy

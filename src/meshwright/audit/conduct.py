@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from meshwright.audit.borders import worst_of_ranks
-from meshwright.audit.case import Case, in_dtype
+from meshwright.audit.case import Case
 from meshwright.audit.checks import checks_of, whole_checks
 from meshwright.audit.data import documents_of_run, draw_documents
 from meshwright.audit.diagnose import Kind, diagnose
@@ -21,9 +21,11 @@ from meshwright.audit.noise import measure_drift, measure_noise
 from meshwright.audit.origin import in_order
 from meshwright.audit.plain_libraries import PlainResult, compare_with_plain, finding_of
 from meshwright.audit.ranks import RankTrainer, audit_on_rank
+from meshwright.audit.ready import make_ready
 from meshwright.audit.reference import Reference, record_reference
 from meshwright.audit.report import AuditReport, row_checks
 from meshwright.audit.result import RankResult
+from meshwright.audit.small_routes import Routes, fit_routes, without_routes
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
 from meshwright.device import Ability, able
 from meshwright.errors import ConfigError, MeshwrightError, Refusal, described
@@ -32,7 +34,7 @@ from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
 from meshwright.shrink.settle import copy_policies
 from meshwright.shrink.small_config import Change
-from meshwright.train.config import RunConfig, ScheduleConfig
+from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import claim_of, model_digest
 from meshwright.train.proofs.records import Record, record
 from meshwright.train.proofs.shipped_cells import today
@@ -40,13 +42,6 @@ from meshwright.train.start.processes import adapted, device_kind
 from meshwright.train.start.setup import RunSetup, describe_run, make_setup
 
 __all__ = ["Auditor", "audit"]
-
-LEAST_RATE = 1e-3
-"""Smallest learning rate of an audit: a step has to be visible in the parameters."""
-
-SMOOTH_EPS = 1e-3
-"""Smallest eps of Adam in float32 and bfloat16. Adam divides a gradient by its own size. With a small eps, the sign of a
-gradient that is only rounding moves a weight by the whole learning rate, and the next gradient depends on that."""
 
 
 def audit(
@@ -82,9 +77,10 @@ def audit(
         raise ConfigError("config.value", f"steps={steps}: must be at least 1")
     changes: tuple[Change, ...] = ()
     if full:
+        routes = None
         small, world_size = config, nproc or config.launch.nproc or _fewest(config)
     else:
-        small, world_size, changes = shrink(config, nproc)
+        small, world_size, changes = shrink(without_routes(config), nproc)
     kind = device_kind(config, world_size)
     if dtype == "float64" and not able(kind, Ability.FLOAT64):
         raise ConfigError("audit.dtype", f"--dtype=float64: {kind} has no double precision; legal are float32, bfloat16")
@@ -96,8 +92,9 @@ def audit(
         setup = make_setup(ready, world_size)
         if not full:
             ready, settled = copy_policies(config, ready, setup)
-            more = (*more, *settled)
-        store = _store(config, setup, Path(folder), steps, drawn)
+            ready, routes, fitted = fit_routes(config, ready, setup)
+            more = (*more, *settled, *fitted)
+        store = _store(config, ready, setup, routes, Path(folder), steps, drawn)
         if not model_sizes(setup.spec, setup.model).experts:
             more = tuple(change for change in more if change.key != "model.experts_implementation")
         with Auditor(kind, patience) as auditor:
@@ -139,63 +136,11 @@ def _fewest(config: RunConfig) -> int:
     return 2 if count is None or count > MAX_PROCESSES else count  # the refusal of 2 says what is legal
 
 
-def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
-    """Return a configuration that runs some steps in a dtype and writes only inside a folder, and the changes made for it."""
-    changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
-    parallel, model, optimizer = changed.parallel, changed.model, config.optimizer.ours
-    if dtype == "float64" and parallel.compile:
-        parallel = parallel.model_copy(update={"compile": False})
-    if model.attn_implementation not in (None, "eager", "sdpa"):
-        model = model.model_copy(update={"attn_implementation": "sdpa"})
-    if dtype != "float64":
-        smooth = [one.model_copy(update={"eps": max(one.eps, SMOOTH_EPS)} if one.eps else {}) for one in optimizer.groups]
-        optimizer = optimizer.model_copy(update={"eps": max(optimizer.eps, SMOOTH_EPS), "groups": smooth})
-    optimizer = optimizer.model_copy(update={"lr": max(optimizer.lr, LEAST_RATE)})
-    ready = changed.model_copy(
-        update={
-            "output": str(folder / "run"),
-            "parallel": parallel,
-            "model": model,
-            "optimizer": optimizer,
-            "data": config.data.model_copy(update={"eval_fraction": 0.0, "eval_files": []}),
-            "schedule": ScheduleConfig(kind="constant"),
-            "training": config.training.model_copy(
-                update={"steps": steps, "epochs": None, "eval_every": 0, "on_nonfinite": "skip"}
-            ),
-            "metrics": type(config.metrics)(jsonl=False, tensorboard=False),
-            **{
-                name: RunConfig.model_fields[name].get_default()
-                for name in ("checkpoint", "launch", "export", "sample", "profile")
-            },
-        }
-    )
-    reasons = {
-        "model.dtype": "the arithmetic of the audit (--dtype)",
-        "model.attn_implementation": "other kernels need a GPU",
-        "model.experts_implementation": "kernels for many experts at once have no float64",
-        "parallel.param_dtype": "the arithmetic of the audit (--dtype)",
-        "parallel.reduce_dtype": "the arithmetic of the audit (--dtype)",
-        "parallel.output_dtype": "the arithmetic of the audit (--dtype)",
-        "parallel.compile": "compiled code rounds by itself; --dtype float32 audits it",
-        "optimizer.lr": "steps have to be seen in the parameters",
-        "optimizer.eps": "rounding is not to decide the sign of an update",
-        "optimizer.groups": "rounding is not to decide the sign of an update; AdamW stands in for other optimizers",
-        "optimizer.use": "AdamW stands in for it: its state is not audited yet",
-        "schedule.kind": "the first steps are to count",
-        "schedule.warmup_steps": "the first steps are to count",
-    }
-    before, after = config.model_dump(), ready.model_dump()
-    changes = []
-    for key, why in reasons.items():
-        section, _, field = key.partition(".")
-        if before[section][field] != after[section][field]:
-            changes.append(Change(key, before[section][field], after[section][field], why))
-    return ready, tuple(changes)
-
-
-def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: bool) -> Path:
+def _store(
+    config: RunConfig, ready: RunConfig, setup: RunSetup, routes: Routes | None, folder: Path, steps: int, drawn: bool
+) -> Path:
     vocabulary: int = setup.model.config.get_text_config().vocab_size
-    data, training = setup.config.data, setup.config.training
+    data, training = ready.data, setup.config.training
     if drawn:
         # A document has about two fifths of a sequence's tokens, so these last for all steps.
         count, target = 4 * training.global_batch_size * steps, folder / "documents"
@@ -203,7 +148,7 @@ def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: 
         return draw_documents(vocabulary, *size, target, tensors=data.values, pairs=data.pairs).directory
     if problems := config.data.problems():
         raise ConfigError([*problems, Refusal("data.source", "--drawn audits with random tokens instead of the run's data")])
-    return documents_of_run(config, vocabulary, data.sequence_length, folder).directory
+    return documents_of_run(config, vocabulary, data.sequence_length, folder, routes).directory
 
 
 class Auditor:

@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from meshwright.audit.small_routes import Routes
 from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import IGNORE, Integers
 from meshwright.data.preparation import prepare, write_documents
-from meshwright.data.rows.columns import TensorColumn
+from meshwright.data.rows.columns import ROUTED_EXPERTS, TensorColumn
 from meshwright.data.rows.row_values import shape_of
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import build_tokenizer
@@ -203,7 +204,9 @@ def unlike(one: str, other: str) -> list[str]:
     return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
 
 
-def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, directory: Path) -> TokenStore:
+def documents_of_run(
+    config: RunConfig, vocabulary: int, sequence_length: int, directory: Path, routes: Routes | None = None
+) -> TokenStore:
     """Return the first documents of a run's source, tokenized as in the run and cut to different lengths.
 
     Args:
@@ -211,6 +214,7 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
         vocabulary: vocabulary size of the audited model; if the model was shrunk, larger ids are taken modulo this size.
         sequence_length: number of tokens in a sequence of the audit.
         directory: directory to write in.
+        routes: how many experts the audited model has, if it was shrunk and rows say which ones tokens went to.
 
     Raises:
         MeshwrightError: the errors of the source and of the tokenizer that `train` would raise.
@@ -229,6 +233,9 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
     )
     source = prepare(few, tokenizer, directory / "source", config.training.seed)
     lengths = _uneven_lengths(sequence_length, config.training.seed)
+    tensors, stored = source.tensors, dict(source.values)
+    if routes is not None:
+        tensors, stored[ROUTED_EXPERTS] = routes.columns(tensors), routes.fit(stored[ROUTED_EXPERTS])
     tokens, masks, values, seconds = [], [], [], []
     for number, (begin, end) in enumerate(zip(source.offsets[:-1], source.offsets[1:], strict=True)):
         if source.seconds is None:
@@ -243,8 +250,8 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
                 seconds.append(second)
                 values.append(
                     {
-                        name: found[places] if source.tensors[name].per == "token" else found[number]
-                        for name, found in source.values.items()
+                        name: found[number] if source.tensors[name].per == "document" else found[places]
+                        for name, found in stored.items()
                     }
                 )
     return write_documents(
@@ -253,7 +260,7 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
         None if source.loss_mask is None else [mask for mask in masks if mask is not None],
         sequence_length=sequence_length,
         pad_token_id=source.index.pad_token_id % vocabulary,
-        tensors=source.tensors,
+        tensors=tensors,
         values=values,
         seconds=None if source.seconds is None else seconds,
     )
@@ -293,11 +300,11 @@ def draw_documents(
 
 
 def _drawn(draw: np.random.Generator, name: str, column: TensorColumn, tokens: int) -> npt.NDArray[Any]:
-    shape = (*((tokens,) if column.per == "token" else ()), *shape_of(column))
+    shape = (*(() if column.per == "document" else (tokens,)), *shape_of(column))
     if column.dtype == "int64":
         if column.width is not None and name.endswith("ids"):
             return np.asarray(draw.integers(0, 2, (*shape[:-1], 1)) + np.arange(column.width))
-        return np.asarray(draw.integers(0, 2, shape))
+        return np.asarray(draw.integers(column.absent, 2, shape))
     found = np.asarray(draw.uniform(0.0, 1.0, shape))
     return -found - math.log(column.width or 1) if name.endswith("log_probs") else found
 

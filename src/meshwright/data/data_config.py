@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from meshwright.data.rows.columns import FORMATS, TAKEN, TensorColumn
+from meshwright.data.rows.columns import FORMATS, ROUTED_EXPERTS, TAKEN, TensorColumn
 from meshwright.data.rows.source_files import (
     EXTENSIONS,
     ROW_EXTENSIONS,
@@ -106,8 +106,8 @@ class DataConfig(BaseModel):
     tensors: dict[str, TensorColumn] = Field(
         default={},
         description="Columns of numbers that reach the batch as tensors, by their name there, as in {reward: {per: document}, "
-        "teacher: {per: token, width: 64, dtype: int64}}. per: token or document; width: of a list of so many numbers each; "
-        "dtype: float32 or int64; column: its name in the row, if it is another (docs/data.md).",
+        "teacher: {per: token, width: 64, dtype: int64}}. per: token, input or document; width: of a list of so many numbers "
+        "each; dtype: float32 or int64; column: its name in the row, if it is another (docs/data.md).",
     )
     text_field: str = Field(default="text", description="Field of a row that holds the text.")
     messages_field: str = Field(
@@ -242,6 +242,10 @@ class DataConfig(BaseModel):
                 problems.add(
                     "data.tensors", f"data.tensors.{name}: legal is a name as in code, and none of {', '.join(sorted(TAKEN))}"
                 )
+            routing = TensorColumn(per="input", width=column.width, dtype="int64", column=column.column)
+            if name == ROUTED_EXPERTS and (column != routing or column.width is None):
+                legal = "per: input, width: the routers times the experts of a token, dtype: int64"
+                problems.add("data.tensors", f"data.tensors.{name}: legal is {legal}")
             if name == REFERENCE and column != TensorColumn(per="token", column=column.column):
                 problems.add("data.tensors", f"data.tensors.{name}: legal is per: token, float32, without width")
         return problems

@@ -81,9 +81,11 @@ def _collate(sequences: list[dict[str, Values]], dataset: SequenceDataset, multi
             "position_ids": np.arange(begin, begin + lacking),
         }
 
+        absent = {name: column.absent for name, column in dataset.store.tensors.items()}
+
         def more(key: str, rows: Values) -> Values:
             shape = (len(rows), lacking, *rows.shape[2:])
-            return np.broadcast_to(filler.get(key, np.zeros((), rows.dtype)), shape)
+            return np.broadcast_to(filler.get(key, np.asarray(absent.get(key, 0), rows.dtype)), shape)
 
         batch = {key: np.concatenate([rows, more(key, rows)], axis=1) for key, rows in batch.items()}
     return {key: torch.from_numpy(rows) for key, rows in batch.items()}
@@ -326,5 +328,5 @@ class EvalLoader:
         if number < self.sequences:
             return self.dataset[number]
         filler = self.dataset[0]
-        columns = {name: np.zeros_like(filler[name]) for name in self.dataset.store.values}
+        columns = {name: np.full_like(filler[name], column.absent) for name, column in self.dataset.store.tensors.items()}
         return filler | {"labels": np.full_like(filler["labels"], IGNORE)} | columns

@@ -207,8 +207,8 @@ class SequenceDataset:
 
         Labels are already shifted: ``labels[i]`` is the token that the model should predict after ``input_ids[i]``, or IGNORE.
         The two members of a pair are documents of their own: positions begin again, and no label crosses. ``member`` is 1 or 2.
-        The columns [sequence_length, ...] have at i the value of the token ``labels[i]``, or of the document of
-        ``input_ids[i]``; 0 where there is no label, or no document.
+        The columns [sequence_length, ...] have at i the value of the token ``labels[i]``, of the token ``input_ids[i]``, or of
+        its document, as their ``per`` says; where there is none, what :attr:`TensorColumn.absent` says.
         """
         store = self.store
         input_ids = np.full(self.sequence_length, store.index.pad_token_id, dtype=np.int64)
@@ -216,7 +216,8 @@ class SequenceDataset:
         # In a packed sequence, padding is a segment of its own. A padded document must not look packed: positions continue.
         position_ids = np.arange(self.sequence_length, dtype=np.int64)
         columns = {
-            name: np.zeros((self.sequence_length, *found.shape[1:]), found.dtype) for name, found in store.values.items()
+            name: np.full((self.sequence_length, *found.shape[1:]), store.tensors[name].absent, found.dtype)
+            for name, found in store.values.items()
         }
         member = np.zeros(self.sequence_length, dtype=np.int64)
         at = 0
@@ -236,8 +237,11 @@ class SequenceDataset:
                 labels[at + first - 1] = IGNORE
                 member[at : at + length] = np.where(np.arange(length) < first, 1, 2)
             for name, column in columns.items():
-                if store.tensors[name].per == "document":
+                per = store.tensors[name].per
+                if per == "document":
                     column[at : at + length] = store.values[name][document]
+                elif per == "input":
+                    column[at : at + length] = store.values[name][begin : begin + length]
                 else:
                     column[at : at + length - 1] = store.values[name][begin + 1 : begin + length]
             at += length

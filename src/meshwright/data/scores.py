@@ -20,7 +20,7 @@ import numpy.typing as npt
 from meshwright.data.index import INDEX
 from meshwright.data.loader import EvalLoader
 from meshwright.data.packing import IGNORE
-from meshwright.data.rows.columns import TensorColumn
+from meshwright.data.rows.columns import ROUTED_EXPERTS, TensorColumn
 from meshwright.data.rows.row_values import file_of, open_values, shape_of
 from meshwright.data.store import TokenStore
 from meshwright.data.sums import FileSums, damage, sizes_differ, sums_of
@@ -39,7 +39,8 @@ class EveryToken(EvalLoader):
         sequence = super()._sequence(number)
         labels, places = np.full_like(sequence["labels"], IGNORE), self.targets(number)
         labels[places >= 0] = self.dataset.store.tokens[places[places >= 0]]
-        return {"input_ids": sequence["input_ids"], "labels": labels, "position_ids": sequence["position_ids"]}
+        kept = {name: own for name, own in sequence.items() if name in ("input_ids", "position_ids", ROUTED_EXPERTS)}
+        return {**kept, "labels": labels}
 
     def targets(self, number: int) -> npt.NDArray[np.int64]:
         """Return for each slot of a sequence the place of its label in the store; -1: it has none."""

@@ -37,7 +37,8 @@ class Column:
     """A column of the data, which batches have by its name.
 
     Attributes:
-        per: ``token``: [B, S, ...], beside the label that it belongs to, 0 where there is none. ``document``: [B, D, ...], as
+        per: ``token``: [B, S, ...], beside the label that it belongs to, 0 where there is none. ``input``: [B, S, ...], beside
+            ``input_ids``. ``document``: [B, D, ...], as
             from :func:`~meshwright.objectives.given.per_document`; in :meth:`Objective.training` and ``held_out`` [B, S, ...],
             at each token the value of its document.
         width: size of the last dimension; ``None``: there is none.

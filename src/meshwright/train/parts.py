@@ -13,6 +13,7 @@ from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
+from meshwright.distributed.experts.router_replay import Replay
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.distributed.pipeline.stage_parts import StageParts, make_parts, models_of
 from meshwright.models.added_modules import initialize_added, without_added
@@ -40,6 +41,7 @@ __all__ = [
     "balance_of_plan",
     "eval_loader",
     "fill",
+    "replay_of_plan",
     "runner_of_plan",
     "seed_of_dropout",
     "train_loader",
@@ -121,6 +123,12 @@ def balance_of_plan(run: RankSetup, model: nn.Module) -> Balance:
     )
 
 
+def replay_of_plan(run: RankSetup, model: nn.Module) -> Replay:
+    """Build what gives routers the experts of a column. Rows have those of all stages."""
+    own = on_stages(run.plan, stages_of_rank(run.plan, run.mesh.rank("pp"))).experts
+    return Replay(model, run.plan.experts, [row.module for row in own])
+
+
 def train_loader(run: RankSetup, store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
     """Build the loader of this rank's training data."""
     training, data = run.config.training, run.config.data
@@ -180,7 +188,7 @@ def runner_of_plan(
     """Build the runner: one microbatch after another, or the stages of a pipeline, maybe prepared for the run's sequences."""
     if sync is not None:
         sequential = Sequential(model, objective, sync, balance, progress)
-        sequential.plan, sequential.mesh = run.plan, run.mesh
+        sequential.plan, sequential.mesh, sequential.replay = run.plan, run.mesh, replay_of_plan(run, model)
         return sequential
     from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
     from meshwright.train.engine.pipelined import Pipelined
@@ -190,7 +198,7 @@ def runner_of_plan(
     if prepares:
         stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
     pipelined = Pipelined(stages, objective, balance)
-    pipelined.plan, pipelined.mesh = run.plan, run.mesh
+    pipelined.plan, pipelined.mesh, pipelined.replay = run.plan, run.mesh, replay_of_plan(run, model)
     return pipelined
 
 

@@ -184,7 +184,7 @@ def test_where_columns_cannot_be(tmp_path):
         ({"files": [], "corpus": "python-stdlib"}, "corpus 'python-stdlib' has no columns"),
         ({"tensors": {"labels": {"per": "token"}}}, "data.tensors.labels: legal is a name as in code, and none of"),
         ({"tensors": {"reference_log_probs": {"per": "document"}}}, "legal is per: token, float32, without width"),
-        ({"tensors": {"weight": {"per": "row"}}}, "'token' or 'document'"),
+        ({"tensors": {"weight": {"per": "row"}}}, "'token', 'input' or 'document'"),
     )
     for changes, words in wrong:
         with pytest.raises(ValueError, match=words):

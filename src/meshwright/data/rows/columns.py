@@ -24,15 +24,24 @@ MEMBER = "member"
 """Key of the place of a document in its pair, [B, D]: 1 or 2; 0 for a document alone. The second follows the first."""
 
 
+ROUTED_EXPERTS = "routed_experts"
+"""Name of the column with the experts that each token went to, which routers then choose in training."""
+
+
 class TensorColumn(BaseModel):
     """A column that reaches the batch as a tensor."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    per: Literal["token", "document"]
+    per: Literal["token", "input", "document"]
     width: int | None = Field(default=None, ge=1, le=2**20)
     dtype: Literal["float32", "int64"] = "float32"
     column: str | None = Field(default=None, min_length=1)
+
+    @property
+    def absent(self) -> int:
+        """What stands where there is no value: 0, but -1 for numbers of an input, of which 0 may be one."""
+        return -1 if self.per == "input" and self.dtype == "int64" else 0
 
 
 @dataclass(frozen=True)

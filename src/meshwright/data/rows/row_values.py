@@ -1,7 +1,8 @@
 """Columns of rows that reach the batch as tensors: read and checked, stored beside the tokens, cut and padded as these are.
 
 A value of ``per: token`` belongs to a token of the document. In a sequence it stands where the token is the label, beside the
-log-probability of this token; where there is no label it is 0. One of ``per: document`` stands at each token of its document.
+log-probability of this token; where there is no label it is 0. One of ``per: input`` belongs to a token too, and stands where
+the token is fed. One of ``per: document`` stands at each token of its document.
 """
 
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ def _read(name: str, column: TensorColumn, row: Row) -> npt.NDArray[Any]:
             "data.tensors",
             f"{row.source}: no field {field!a}, which data.tensors.{name} needs; its fields are {names_of(row.values)}",
         )
-    dimensions = (column.per == "token") + (column.width is not None)
+    dimensions = (column.per != "document") + (column.width is not None)
     legal = _legal(column)
     try:
         found = np.asarray(row.values[field])
@@ -104,7 +105,7 @@ def check_lengths(columns: Mapping[str, TensorColumn], values: Values, tokens: i
         DataError: names file, line, field and both numbers.
     """
     for name, column in columns.items():
-        if column.per == "token" and len(values[name]) != tokens:
+        if column.per != "document" and len(values[name]) != tokens:
             raise DataError(
                 "data.tensors",
                 f"{source}: field {column.column or name!a} has {number_of(len(values[name]), 'value')}, and the row has "
@@ -114,7 +115,7 @@ def check_lengths(columns: Mapping[str, TensorColumn], values: Values, tokens: i
 
 def cut(columns: Mapping[str, TensorColumn], values: Values, places: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
     """Return the values of some tokens of a document, by their places in it."""
-    return {name: values[name][places] if column.per == "token" else values[name] for name, column in columns.items()}
+    return {name: values[name] if column.per == "document" else values[name][places] for name, column in columns.items()}
 
 
 def write_values(files: Mapping[str, SummedFile], columns: Mapping[str, TensorColumn], values: Values) -> None:

@@ -8,6 +8,7 @@ from meshwright.models.reading.context import trace_attentions
 from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
 from meshwright.models.reading.pipeline import trace_stages
+from meshwright.models.reading.router_choices import count_choices
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
 from meshwright.plan.given.attentions import Attentions
@@ -48,6 +49,10 @@ class ModelTraces(Traces):
     def runs(self) -> Mapping[str, tuple[int, int]]:
         """See :func:`~meshwright.models.reading.module_runs.count_runs`."""
         return count_runs(self.model, self.experts) if self.counts_runs else {}
+
+    def choices(self, routers: Mapping[str, int]) -> Mapping[str, int]:
+        """See :func:`~meshwright.models.reading.router_choices.count_choices`."""
+        return count_choices(self.model, self.experts, routers)
 
     def stages(self, layers: Sequence[str]) -> StageFacts:
         """See :func:`~meshwright.models.reading.pipeline.trace_stages`."""

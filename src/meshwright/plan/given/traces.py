@@ -70,6 +70,14 @@ class Traces:
         """
         return {}
 
+    def choices(self, routers: Mapping[str, int]) -> Mapping[str, int]:
+        """How many experts of a token each router chooses by its one topk, by name; empty: unknown.
+
+        Args:
+            routers: name of each router to the number of its experts.
+        """
+        return {}
+
     def stages(self, layers: Sequence[str]) -> StageFacts | None:
         """Where the model can be cut into pipeline stages, for the names of its layers; ``None``: unknown."""
         return None

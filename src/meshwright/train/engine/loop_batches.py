@@ -10,6 +10,7 @@ import torch
 
 from meshwright.data.loader import TrainLoader
 from meshwright.data.preparation import write_documents
+from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.objective import Batch
 from meshwright.models.token_loss import IGNORE
@@ -84,6 +85,8 @@ def padded(batch: Batch, rows: int, length: int, *, packed: bool) -> Batch:
         filler = tensor.new_zeros((has, length - was, *tensor.shape[2:]))
         if name == "labels":
             filler.fill_(IGNORE)
+        elif name == ROUTED_EXPERTS:
+            filler.fill_(-1)
         elif name == "position_ids":
             filler += torch.arange(length - was) + (0 if packed else was)
         found[name] = _rows(torch.cat([tensor, filler], 1), rows)

@@ -25,6 +25,7 @@ from meshwright.train.engine.steps import StepEngine
 from meshwright.train.optimizer import learning_rate, set_learning_rate
 from meshwright.train.parts import Parts
 from meshwright.train.run_objective import make_objective
+from meshwright.train.start.given_routes import check_batch
 from meshwright.train.start.setup import RunSetup
 
 __all__ = ["LoopSteps", "Loss", "StepResult"]
@@ -265,6 +266,8 @@ class LoopSteps(StepEngine):
         self._check_there()
         packed, multiple = self.config.data.packing == "pack", self.plan.sequence_multiple
         found = [completed(batch, f"batch {number}", packed=packed) for number, batch in enumerate(batches)]
+        for number, batch in enumerate(found):
+            check_batch(batch, f"batch {number}", self.plan)
         shapes = [tuple(batch["input_ids"].shape) for batch in found]
         found = as_many(found, self.microbatches if exactly else self._most(len(found)))
         staged = bool(self.plan.stages) and exactly

@@ -1,7 +1,7 @@
 """The runner of a pipeline: the microbatches of a step go through the stages of all ranks of `pp`."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ class Pipelined(Runner):
         sums = Sums()
 
         def work(batch: Batch) -> Work:
-            around = partial(self.balance.microbatch, self.routed(batch))
+            around = partial(self.training, batch)
             return Work(forward_arguments(batch), lambda model: self.loss(model, batch, counts, sums), around)
 
         self.stages.forward_backward([work(batch) for batch in batches])
@@ -56,7 +56,10 @@ class Pipelined(Runner):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
         """See :class:`Runner`."""
-        work = (Work(forward_arguments(batch), partial(self.evaluated, batch=batch)) for batch in self.prepared(batches))
+        work = (
+            Work(forward_arguments(batch), partial(self.evaluated, batch=batch), partial(self.replayed, batch))
+            for batch in self.prepared(batches)
+        )
         return self.stages.evaluate(work, self.size_of_evaluation)
 
     @torch.no_grad()
@@ -68,7 +71,12 @@ class Pipelined(Runner):
         def found(batch: Batch, model: nn.Module) -> Any:  # in evaluation, `loss` may return whatever is to be known
             return values(model, batch)
 
-        work = (Work(forward_arguments(batch), partial(found, batch), around) for batch in batches)
+        @contextmanager
+        def within(batch: Batch) -> Iterator[None]:
+            with around(), self.replayed(batch):
+                yield
+
+        work = (Work(forward_arguments(batch), partial(found, batch), partial(within, batch)) for batch in batches)
         return list(self.stages.forwards(work))  # type: ignore[arg-type]
 
     @torch.no_grad()

@@ -13,8 +13,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
+from meshwright.distributed.experts.router_replay import Replay
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.adapters.adapt import adapters_off
@@ -60,6 +62,7 @@ class Runner(ABC):
         plan: the plan of the model.
         mesh: the mesh of its layout.
         balance: balance of the experts that this rank runs.
+        replay: gives routers the experts that a batch has; ``None``: batches have none.
         tell: is called with each microbatch and what the model gave for it; ``None``: nobody asks.
     """
 
@@ -68,6 +71,7 @@ class Runner(ABC):
     balance: Balance
     plan: ShardingPlan | None = None
     mesh: ParallelMesh | None = None
+    replay: Replay | None = None
     tell: Callable[[Batch, dict[str, torch.Tensor]], None] | None = None
 
     def prepare(self, rows: int, length: int) -> None:  # noqa: B027 - optional
@@ -109,6 +113,20 @@ class Runner(ABC):
     def routed(self, batch: Batch) -> torch.Tensor | None:
         """Return which tokens count for the balance of the experts that this rank runs, see :meth:`Objective.routed`."""
         return self.objective.routed(batch) if self.balance.counts_tokens else None
+
+    def replayed(self, batch: Batch) -> AbstractContextManager[None]:
+        """Inside, routers choose the experts that a batch has, if it has some."""
+        given = batch.get(ROUTED_EXPERTS)
+        if given is None:
+            return nullcontext()
+        assert self.replay is not None, "a runner of a plan has it"
+        return self.replay.of(given)
+
+    @contextmanager
+    def training(self, batch: Batch) -> Iterator[None]:
+        """Inside are a forward and a backward of a microbatch, whose tokens count for the balance of experts."""
+        with self.balance.microbatch(self.routed(batch)), self.replayed(batch):
+            yield
 
     def evaluated(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the terms of the loss of a batch, and then a sum and a count for each metric, fp64 [terms + 2 metrics]."""
@@ -206,7 +224,7 @@ class Sequential(Runner):
         sums = Sums()
         for _, batch in self.sync.microbatches(batches):
             self.progress()
-            with self.balance.microbatch(self.routed(batch)):
+            with self.training(batch):
                 self.loss(self.model, batch, counts, sums).backward()
         for name, value in self.balance.losses().items():
             sums.add(name, value)
@@ -218,7 +236,8 @@ class Sequential(Runner):
         total: torch.Tensor | None = None
         with self._evaluating():
             for batch in self.prepared(batches):
-                values = self.evaluated(self.model, batch)
+                with self.replayed(batch):
+                    values = self.evaluated(self.model, batch)
                 total = values if total is None else total + values
         assert total is not None
         return total
@@ -228,8 +247,12 @@ class Sequential(Runner):
         self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
     ) -> list[Mapping[str, torch.Tensor]]:
         """See :class:`Runner`."""
+        found = []
         with self._evaluating(), around():
-            return [values(self.model, batch) for batch in batches]
+            for batch in batches:
+                with self.replayed(batch):
+                    found.append(values(self.model, batch))
+        return found
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -32,6 +32,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.layout import AXES, Layout
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.plan.given.inspection import model_sizes
@@ -94,6 +95,8 @@ def claim_of(setup: RunSetup) -> Claim:
     if theirs := [part for part in setup.config.callbacks if part.use not in OWN]:
         code = _foreign_code(sorted({part.use.partition(":")[0] for part in theirs if ":" in part.use}))
         choices["callbacks"] = _digest([[[part.use, part.arguments] for part in theirs], code])
+    if ROUTED_EXPERTS in setup.config.data.values:
+        choices["routing"] = "given"
     axes, strategy = axes_above_1(plan.layout), type(get_parallelization_strategy(setup.model))
     has = {"experts": bool(setup.spec.experts), "adapter": setup.config.adapter is not None}
     concerns = {*axes, *(name for name, there in has.items() if there)}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.errors import number_of
 from meshwright.plan.axes.context import unevenness
 from meshwright.train.config import RunConfig
@@ -35,7 +36,8 @@ def plain_loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
 
 def unread_columns(setup: RunSetup) -> str:
     """Name the columns that the objective does not use; empty: it uses all of them."""
-    names = [name for name in setup.config.data.tensors if name not in setup.objective.reads]
+    read = {*setup.objective.reads, ROUTED_EXPERTS}  # this one the routers read
+    names = [name for name in setup.config.data.tensors if name not in read]
     return f"data.tensors: objective {setup.objective.name} was not seen to read {_some(names)}" if names else ""
 
 

@@ -27,6 +27,7 @@ from meshwright.train.callbacks.moving_average import MovingAverage
 from meshwright.train.config import RunConfig
 from meshwright.train.host import host_lines
 from meshwright.train.start.data_lines import describe_data, describe_sharing, plain_loader, unread_columns
+from meshwright.train.start.given_routes import check_routes
 from meshwright.train.start.reference_values import BYTES, REFERENCE_FACTS, check_reference, reference_values
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.start.run_files import Paths
@@ -107,6 +108,7 @@ def prepare_run(
         store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn, noted=noted)
     if store.index.train_documents == 0:
         raise DataError("data.split", "data: no documents left to train on")
+    check_routes(store, draft.plan)
     loader = plain_loader(config, store)
     if resume is not None:
         # The checks that every rank will make again; here they fail before ranks are started.

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.checkpoint import state, storage
 from meshwright.checkpoint.directory import damage_in_brief, latest, read_meta
+from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.data.store import TokenStore
 from meshwright.errors import CheckpointError, ConfigError, Problems, Refusal, number_of
 from meshwright.models.families.listed import family_of
@@ -69,7 +70,8 @@ def config_to_score(config: RunConfig, work: Path, checkpoint: Path | None) -> R
     content = config.model_dump(mode="json")
     content["output"] = str(work)
     content["training"] |= {"objective": None, "steps": 1, "epochs": None, "eval_every": 0}
-    content["data"] |= {"tensors": {}, "shuffle": False}
+    routes = {name: one for name, one in content["data"]["tensors"].items() if name == ROUTED_EXPERTS}
+    content["data"] |= {"tensors": routes, "shuffle": False}
     content["optimizer"], content["schedule"] = {"lr": 1.0}, {"kind": "constant"}
     content["metrics"] = {"jsonl": False, "tensorboard": False}
     content |= {"callbacks": [], "checkpoint": {}, "sample": {}, "moe": {}, "profile": None, "export": False}

@@ -113,7 +113,9 @@ def make_setup(
     Raises:
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found independently of each other.
     """
+    from meshwright.data.rows.columns import ROUTED_EXPERTS
     from meshwright.distributed.experts.balance import refusals
+    from meshwright.distributed.experts.router_replay import replay_refusals
     from meshwright.models.added_modules import add_modules
     from meshwright.models.objective import PRECOMPUTED, NextToken
     from meshwright.objectives.call import named, passes_before
@@ -207,6 +209,10 @@ def make_setup(
         bias_update_rate=config.moe.bias_update_rate or 0.0,
         uncounted=objective.uncounted,
     )
+    if (routes := config.data.values.get(ROUTED_EXPERTS)) is not None:
+        routers, traces = {row.router: row.experts for row in plan.experts}, spec.traces
+        choices = (lambda: traces(model).choices(routers)) if traces is not None else dict
+        refused += replay_refusals(plan, routes.width or 0, choices, objective.uncounted)
     if refused:
         raise ConfigError(refused)
     return RunSetup(config, layout, model, spec, plan, objective)
