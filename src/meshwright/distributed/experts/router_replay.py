@@ -36,12 +36,17 @@ class Replay:
     """
 
     def __init__(self, model: nn.Module, rows: Sequence[ExpertsRow], own: Collection[str] | None = None) -> None:
-        self._rows = rows
+        self._model, self._rows, self._own = model, rows, own
         self._given: torch.Tensor | None = None
-        for number, row in enumerate(rows):
-            if row.router and (own is None or row.module in own):
+        self._hooked = False
+
+    def _hook(self) -> None:
+        """Reach the routers, once: a run without the column has no hooks, which compiled layers would have to trace."""
+        self._hooked = True
+        for number, row in enumerate(self._rows):
+            if row.router and (self._own is None or row.module in self._own):
                 before, after = self._hooks(number, row)
-                router = model.get_submodule(row.router)
+                router = self._model.get_submodule(row.router)
                 router.register_forward_pre_hook(before)
                 router.register_forward_hook(after, always_call=True)  # a recomputation may stop within a router
 
@@ -61,6 +66,8 @@ class Replay:
                 f"routed_experts has {given.shape[-1]} numbers for each token, and the model {len(self._rows)} mixtures with a "
                 "router that is known; legal is the number of experts of a token for each mixture",
             )
+        if not self._hooked:
+            self._hook()
         before, self._given = self._given, given
         try:
             yield
