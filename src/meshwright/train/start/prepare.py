@@ -31,6 +31,7 @@ from meshwright.train.start.reference_values import BYTES, REFERENCE_FACTS, chec
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together, with_tokenizer
+from meshwright.train.start.teacher_setup import check_vocabulary, with_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +102,8 @@ def prepare_run(
 
     with during("the tokenizer is made"):
         tokenizer = _tokenizer(config, paths)
-    setup = with_tokenizer(draft, tokenizer)
+    setup = with_teacher(with_tokenizer(draft, tokenizer))
+    check_vocabulary(setup, tokenizer)
     tokenizer.save_pretrained(paths.tokenizer)
     with during("the data are read"):
         store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn, noted=noted)
@@ -170,7 +172,7 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
         )
     draft = None
     try:
-        draft = make_setup(config, world_size)
+        draft = with_teacher(make_setup(config, world_size))
         check_callbacks(config, draft.plan)
     except MeshwrightError as error:
         errors.append(error)
