@@ -1,5 +1,6 @@
 """A teacher beside the model: on its own layout it gives the losses and gradients that its columns in files give."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,26 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshwright.audit.case import digest
+from meshwright.audit.conduct import audit
 from meshwright.data.rows.columns import TensorColumn
 from meshwright.data.store import TokenStore
-from meshwright.distributed.mesh import whole_tensor
+from meshwright.data.tokenizer import train_tokenizer
+from meshwright.distributed.mesh import build_mesh, whole_tensor
 from meshwright.distributed.pipeline.stage_parts import models_of
+from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.plan.cost.hardware import load_hardware
+from meshwright.plan.cost.price import totals
+from meshwright.trace.verdict import judge
 from meshwright.train.config import RunConfig
+from meshwright.train.engine import teacher as engine_teacher
 from meshwright.train.start.prepare import prepare_run
+from meshwright.train.start.resume import changes
 from meshwright.train.start.setup import make_setup
+from meshwright.train.start.teacher_setup import with_teacher
 from meshwright.train.trainer import Trainer
-from tests.harness import run_ranks
+from tests.harness import refuses, run_ranks
 from tests.tiny import tiny_model
-from tests.train.runs import CPU, tiny_run, trainer_on_rank, write_corpus
+from tests.train.runs import CPU, eval_losses, tiny_run, train, trainer_on_rank, write_corpus
 
 K = 5
 FP64 = ("parallel.param_dtype=float64", "parallel.reduce_dtype=float64", "model.dtype=float64")
@@ -145,3 +155,117 @@ def test_products(tmp_path: Path, label: str) -> None:
 @pytest.mark.thorough
 def test_a_teacher_of_experts(tmp_path: Path) -> None:
     compare(tmp_path, 2, ("teacher.layout={ep: 2}",), "mixtral")
+
+
+def wrong_ranks_on_rank(rank: int, config: RunConfig, store: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_teacher, "mesh_beside", lambda mesh, layout: build_mesh(layout, mesh.device_type))
+        return found_of(trainer_on_rank(config, store))
+
+
+@pytest.mark.thorough
+def test_ranks_in_their_plain_order_would_say_what_belongs_to_others(tmp_path: Path) -> None:
+    """With other `pp` and `tp`, a mesh like that of a run gives a rank the data of another; the comparison notices it."""
+    teacher_in(tmp_path / "teacher")
+    layout = ("layout.tp=2", "teacher.layout={pp: 2}")
+    config = run(tmp_path, f"teacher.path={tmp_path}/teacher", f"teacher.top_k={K}", *layout)
+    store = prepare_run(config, 4)[2].directory
+    right, wrong = (run_ranks(one, 4, config, store)[0]["means"] for one in (online_on_rank, wrong_ranks_on_rank))
+    assert wrong["next_token_loss"] == pytest.approx(right["next_token_loss"], abs=1e-11)
+    assert wrong["distillation_loss"] != pytest.approx(right["distillation_loss"], rel=1e-3)
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    teacher_in(tmp_path / "teacher")
+    sets = (f"teacher.path={tmp_path}/teacher", "data.packing=pack", "training.eval_every=3", "checkpoint.every=3")
+    sets = (*sets, "schedule.kind=constant")
+    whole = run(tmp_path / "whole", *sets)
+    at_once = train(whole, 2)
+    assert len(at_once) == 6
+    assert eval_losses(whole)[-1] < eval_losses(whole)[0]
+    train(run(tmp_path / "cut", *sets, "training.steps=3"), 2)
+    again = train(run(tmp_path / "cut", *sets, "layout.tp=2", "teacher.layout={pp: 2}", "training.global_batch_size=8"), 2)
+    assert again == pytest.approx(at_once, rel=1e-9)
+
+
+def test_a_plan_says_what_a_teacher_costs(tmp_path: Path) -> None:
+    teacher_in(tmp_path / "teacher")
+    config = run(tmp_path, f"teacher.path={tmp_path}/teacher", "teacher.top_k=7", "teacher.dtype=float32")
+    plain = make_setup(config, 2)
+    setup = with_teacher(plain)
+    assert setup.teacher is not None
+    numbers = sum(row.numel for row in setup.teacher.plan.parameters)
+    first, each, said_words = setup.plan.remarks[len(plain.plan.remarks) :]
+    assert f"{numbers:,} parameters that are not trained, on dp_shard=2" in first
+    assert each.startswith("before each step, one forward more of all its microbatches, without gradient")
+    assert "7 words for each token: 21.0 KiB on a rank in a step" in said_words  # 12 bytes * 7 * 64 * 2 * 2 microbatches
+    total = totals(setup.teacher.plan)
+    assert total.parameter_bytes == pytest.approx(4 * numbers / 2, rel=0.01)
+    hardware = load_hardware("h100")
+    more, less = judge(setup, hardware), judge(plain, hardware)
+    assert more.parts["teacher"] == total.parameter_bytes + total.gathered_peak_bytes + 12 * 7 * 64 * 2 * 2
+    assert more.peak_bytes - less.peak_bytes == more.parts["teacher"]
+    assert with_teacher(setup) is setup
+
+
+def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    teacher_in(tmp_path / "teacher")
+    path = f"teacher.path={tmp_path}/teacher"
+
+    def refused(code: str, *overrides: str, ranks: int = 2, teacher: str = path) -> str:
+        with refuses(MeshwrightError, code) as caught:
+            with_teacher(make_setup(run(tmp_path, teacher, *overrides), ranks))
+        return str(caught.value)
+
+    assert "does not read teacher_ids and teacher_log_probs" in refused("objective.teacher", "training.objective=next_token")
+    columns = f"data.tensors={json.dumps(COLUMNS)}"
+    assert "rows have a column teacher_ids" in refused("objective.teacher", columns, f"teacher.top_k={K}")
+    assert "legal is pp x tp = 2" in refused("objective.teacher", "layout.tp=2", "teacher.layout={dp_shard: 2}")
+    assert "legal is that of the run, 2" in refused("objective.teacher", "layout.cp=2", "teacher.layout={tp: 2}")
+    assert "teacher: tp=3" in refused("layout.ranks", "layout.tp=2", "teacher.layout={tp: 3}")
+    assert "teacher.top_k=321: the teacher has 320 words" in refused("objective.teacher", "teacher.top_k=321")
+    assert "teacher.path=" in refused("config.directory", teacher=f"teacher.path={tmp_path}/absent")
+    assert "teacher: data.sequence_length=" in refused("data.sequence_length", "data.sequence_length=80", LONGER)
+    experts = teacher_in(tmp_path / "experts", "mixtral").config.num_local_experts
+    assert experts % 2 == 0
+    ep = ("layout.tp=2", "teacher.layout={pp: 2, ep: 2}")
+    assert "legal is 1, or the sizes of the run" in refused(
+        "objective.teacher", *ep, ranks=4, teacher=f"teacher.path={tmp_path}/experts"
+    )
+
+
+LONGER = "model.config.max_position_embeddings=80"
+
+
+def test_another_vocabulary_or_weights_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    folder, path = tmp_path / "teacher", f"teacher.path={tmp_path}/teacher"
+    teacher_in(folder)
+    with refuses(ConfigError, "objective.teacher") as caught:
+        prepare_run(run(tmp_path, path, "tokenizer.vocab_size=330"), 2)
+    assert "has 320 words, and the tokenizer of the run 330 tokens" in str(caught.value)
+    other = train_tokenizer(["other words " * 40, *map(str, range(500))], 300)
+    other.save_pretrained(folder)
+    with refuses(ConfigError, "objective.teacher") as caught:
+        prepare_run(run(tmp_path, path), 2)
+    assert "its tokenizer gives other ids than that of the run" in str(caught.value)
+    prepare_run(run(tmp_path / "own", path, f"tokenizer={{path: {folder}}}"), 2)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with refuses(ModelError, "model.weights.files") as missing:
+        prepare_run(run(tmp_path / "own", path, f"tokenizer={{path: {folder}}}"), 2)
+    assert str(missing.value).startswith("teacher: ")
+
+
+def test_another_teacher_than_before_is_said() -> None:
+    before, now = {"teacher": {"path": "a", "top_k": 8, "dtype": None}}, {"teacher": {"path": "b", "top_k": 8, "dtype": None}}
+    assert changes(before, now) == ["teacher.path: a in the checkpoint, b now"]
+    assert changes(before, {"teacher": None}) == ["teacher.path: a in the checkpoint, none now"]
+    assert changes(before, before) == []
+
+
+def test_a_teacher_is_audited_with_words_that_are_made_up(tmp_path: Path) -> None:
+    """What is proven is the layout of the model that learns; the teacher does not run, and need not be there."""
+    config = run(tmp_path, "teacher.path=absent", f"teacher.top_k={K}", "layout.tp=2", "parallel.loss_parallel=true")
+    report = audit(config, nproc=2, steps=1)
+    assert report.passed, report.verdict

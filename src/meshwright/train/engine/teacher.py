@@ -18,6 +18,7 @@ from meshwright.objectives.distillation import IDS, LOG_PROBS
 from meshwright.objectives.running import Running, running
 from meshwright.train.parts import RankSetup, balance_of_plan, carry_out, fill, runner_of_plan, sync_of_plan
 from meshwright.train.start.setup import RunSetup
+from meshwright.train.start.teacher_setup import about_teacher
 
 __all__ = ["Teacher"]
 
@@ -44,7 +45,8 @@ class Teacher:
         run = RankSetup(setup, device, self.mesh)
         self.model = carry_out(run)
         setup.objective.attach(self.model)
-        fill(run, self.model, device)
+        with about_teacher():
+            fill(run, self.model, device)
         move_buffers(self.model, device)
         self.model.eval()
         made = (self.model, setup.objective, sync_of_plan(run, self.model), balance_of_plan(run, self.model))

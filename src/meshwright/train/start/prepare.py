@@ -31,7 +31,7 @@ from meshwright.train.start.reference_values import BYTES, REFERENCE_FACTS, chec
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together, with_tokenizer
-from meshwright.train.start.teacher_setup import check_vocabulary, with_teacher
+from meshwright.train.start.teacher_setup import check_teacher, with_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +103,7 @@ def prepare_run(
     with during("the tokenizer is made"):
         tokenizer = _tokenizer(config, paths)
     setup = with_teacher(with_tokenizer(draft, tokenizer))
-    check_vocabulary(setup, tokenizer)
+    check_teacher(setup, tokenizer)
     tokenizer.save_pretrained(paths.tokenizer)
     with during("the data are read"):
         store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn, noted=noted)

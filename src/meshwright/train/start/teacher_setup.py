@@ -10,6 +10,7 @@ from meshwright.errors import ConfigError, MeshwrightError, Problems, number_of
 from meshwright.layout import Layout
 from meshwright.models.families.listed import family_of
 from meshwright.models.objective import NextToken
+from meshwright.paths import no_directory
 from meshwright.plan.cost.price import totals
 from meshwright.plan.show.explain import human_bytes
 from meshwright.train.config import RunConfig, checked_config
@@ -19,7 +20,7 @@ from meshwright.train.start.setup import EACH_STEP, RunSetup, make_setup
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["about_teacher", "check_vocabulary", "teacher_bytes", "with_teacher"]
+__all__ = ["about_teacher", "check_teacher", "teacher_bytes", "with_teacher"]
 
 BYTES = 8 + 4
 """Of a word and its log-probability, as a batch has them."""
@@ -45,6 +46,8 @@ def with_teacher(setup: RunSetup) -> RunSetup:
     asked = setup.config.teacher
     if asked is None or setup.teacher is not None:
         return setup
+    if absent := no_directory("teacher.path", asked.path):
+        raise ConfigError(absent)
     with about_teacher():
         layout = _layout(setup)
         teacher = make_setup(_config(setup, layout), layout.world_size)
@@ -61,8 +64,8 @@ def with_teacher(setup: RunSetup) -> RunSetup:
     return replace(setup, plan=plan, teacher=teacher)
 
 
-def check_vocabulary(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse a teacher for which the ids of a run's tokens mean something else.
+def check_teacher(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Refuse a teacher for which the ids of a run's tokens mean something else, or whose weights are not all there.
 
     Args:
         setup: the run, with its teacher if it has one.
@@ -70,8 +73,10 @@ def check_vocabulary(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> N
 
     Raises:
         ConfigError: the teacher has another tokenizer, or too few words.
+        ModelError: its files are not those of the model that its config describes.
     """
     from meshwright.data.tokenizer import load_tokenizer, vocabulary_digest
+    from meshwright.models.weights.build import check_files, weight_files
 
     asked = setup.config.teacher
     if asked is None or setup.teacher is None:
@@ -94,6 +99,8 @@ def check_vocabulary(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> N
             )
     if problems:
         raise ConfigError(problems)
+    with about_teacher():
+        check_files(weight_files(setup.teacher.config.model), setup.teacher.model)
 
 
 def teacher_bytes(setup: RunSetup) -> int:
@@ -175,6 +182,7 @@ def _config(setup: RunSetup, layout: Layout) -> RunConfig:
             "parallel": {
                 "param_dtype": dtype,
                 "reduce_dtype": None,
+                "sync": "reduce_each",  # nothing stays gathered from one microbatch to the next
                 "context_parallel": parallel.context_parallel,
                 "context_balance": parallel.context_balance,
             },
