@@ -45,8 +45,11 @@ CELLS = {
     "tp 2, teacher pp 2": (2, ("layout.tp=2", "parallel.loss_parallel=true", "teacher.layout={pp: 2}")),
     "pp 2, teacher tp 2": (2, ("layout.pp=2", "teacher.layout={tp: 2}")),
 }
-PRODUCTS = {
+PRODUCTS: dict[str, tuple[Any, ...]] = {
     "one": (1, ()),
+    "shard 2, packed": (2, (), ("data.packing=pack",)),
+    "tp 2, in chunks": (2, ("layout.tp=2", "parallel.loss_parallel=true", "parallel.loss_chunks=3", "teacher.layout={pp: 2}")),
+    "tp 2, adapter": (2, ("layout.tp=2", "teacher.layout={pp: 2}"), ("adapter={rank: 2}",)),
     "shard 2, teacher replicated": (2, ("teacher.layout={dp_replicate: 2, dp_shard: 1}",)),
     "tp 2 x shard 2, teacher pp 2 x shard 2": (4, ("layout.tp=2", "teacher.layout={pp: 2}")),
     "pp 2 x shard 2, teacher tp 2 x replicate 2": (
@@ -122,12 +125,13 @@ def offline_on_rank(rank: int, config: RunConfig, store: Path, columns: Any) -> 
     return found
 
 
-def compare(folder: Path, ranks: int, overrides: tuple[str, ...], family: str = "llama") -> None:
+def compare(folder: Path, ranks: int, overrides: tuple[str, ...], both: tuple[str, ...] = (), *, family: str = "llama") -> None:
+    """Compare a step, and the evaluation after it, with one process that reads columns; ``both`` has overrides of both."""
     teacher = teacher_in(folder / "teacher", family)
-    config = run(folder, f"teacher.path={folder}/teacher", f"teacher.top_k={K}", *overrides)
+    config = run(folder, f"teacher.path={folder}/teacher", f"teacher.top_k={K}", *overrides, *both)
     store = prepare_run(config, ranks)[2]
     online = run_ranks(online_on_rank, ranks, config, store.directory)
-    content = run(folder / "files").model_dump(mode="json")
+    content = run(folder / "files", *both).model_dump(mode="json")
     content["data"]["tensors"] = COLUMNS
     alone = RunConfig.model_validate(content)
     offline = run_ranks(offline_on_rank, 1, alone, store.directory, said(teacher, store))[0]
@@ -154,7 +158,7 @@ def test_products(tmp_path: Path, label: str) -> None:
 
 @pytest.mark.thorough
 def test_a_teacher_of_experts(tmp_path: Path) -> None:
-    compare(tmp_path, 2, ("teacher.layout={ep: 2}",), "mixtral")
+    compare(tmp_path, 2, ("teacher.layout={ep: 2}",), family="mixtral")
 
 
 def wrong_ranks_on_rank(rank: int, config: RunConfig, store: Path) -> dict[str, Any]:
