@@ -65,6 +65,12 @@ class Case(NamedTuple):
     behind: dict[str, int] = LATE
 
 
+TEACHER = (
+    "training.objective={use: distillation, with: {next_token_weight: 1.0}}",
+    "teacher={path: 'WEIGHTS', top_k: 8}",
+)
+"""The model as it begins."""
+
 ONE = "layout.dp_shard=1"
 SMALL = "training.microbatch_size=1"
 CASES = {
@@ -102,6 +108,8 @@ CASES = {
             "{use: freeze, with: {match: ['**.norm.weight'], until: 1}}]",
         )
     ),
+    "teacher": Case(TEACHER),
+    "teacher in stages": Case((ONE, "layout.tp=2", *TEACHER, "teacher.layout={pp: 2}")),
     "offload": Case(
         ("parallel.cpu_offload=true",),
         behind={GRADIENTS: 2 * STEPS},
