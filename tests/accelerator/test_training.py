@@ -15,6 +15,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.host import host_lines
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.setup import make_setup
+from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
 from tests.accelerator.runs import forget_orders, ignore_orders, orders_of, train_with
 from tests.accelerator.workers import Workers
 from tests.diffusion_gemma import tiny_diffusion_gemma
@@ -176,6 +177,17 @@ def test_the_peak_of_memory_is_the_forecast(tiny: Tiny, weights: Callable[[str],
     peak = max(rank.peak or 0 for rank in train_with(two, config))
     forecast = forecast_memory(make_setup(config, 2)).peak
     assert (1 - TOO_MUCH.get(name, 0.05)) * forecast < peak < 1.05 * forecast
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["teacher", "teacher in stages"])
+def test_a_teacher_takes_at_most_what_is_forecast(tiny: Tiny, weights: Callable[[str], Path], two: Workers, name: str) -> None:
+    config = tiny(
+        "training.steps=3", "data.eval_fraction=0", "checkpoint.every=0", *overrides_of(CASES[name], weights("llama"))
+    )
+    peak = max(rank.peak or 0 for rank in train_with(two, config))
+    more, alone = teacher_bytes(with_teacher(make_setup(config, 2))), forecast_memory(make_setup(config, 2)).peak
+    assert 0.9 * (alone + more) < peak < alone + more
 
 
 @pytest.mark.parametrize(
