@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -28,6 +29,7 @@ from meshwright.train.start.resume import changes
 from meshwright.train.start.setup import make_setup
 from meshwright.train.start.teacher_setup import with_teacher
 from meshwright.train.trainer import Trainer
+from tests.diffusion_gemma import tiny_diffusion_gemma
 from tests.harness import refuses, run_ranks
 from tests.tiny import tiny_model
 from tests.train.runs import CPU, eval_losses, tiny_run, train, trainer_on_rank, write_corpus
@@ -180,7 +182,7 @@ def test_ranks_in_their_plain_order_would_say_what_belongs_to_others(tmp_path: P
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     teacher_in(tmp_path / "teacher")
     sets = (f"teacher.path={tmp_path}/teacher", "data.packing=pack", "training.eval_every=3", "checkpoint.every=3")
     sets = (*sets, "schedule.kind=constant")
@@ -191,6 +193,11 @@ def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     train(run(tmp_path / "cut", *sets, "training.steps=3"), 2)
     again = train(run(tmp_path / "cut", *sets, "layout.tp=2", "teacher.layout={pp: 2}", "training.global_batch_size=8"), 2)
     assert again == pytest.approx(at_once, rel=1e-9)
+    assert "teacher" not in capsys.readouterr().out
+    weights = tmp_path / "teacher" / "model.safetensors"
+    save_file({name: 1.01 * tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    prepare_run(run(tmp_path / "cut", *sets), 2)
+    assert "teacher: its weights are others than when the run began" in capsys.readouterr().out
 
 
 def test_a_plan_says_what_a_teacher_costs(tmp_path: Path) -> None:
@@ -237,6 +244,8 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "legal is 1, or the sizes of the run" in refused(
         "objective.teacher", *ep, ranks=4, teacher=f"teacher.path={tmp_path}/experts"
     )
+    tiny_diffusion_gemma(seed=7, vocab_size=320).save_pretrained(tmp_path / "other")
+    assert "is not made to say the next token" in refused("objective.teacher", teacher=f"teacher.path={tmp_path}/other")
 
 
 LONGER = "model.config.max_position_embeddings=80"
@@ -268,6 +277,7 @@ def test_another_teacher_than_before_is_said() -> None:
     assert changes(before, before) == []
 
 
+@pytest.mark.thorough
 def test_a_teacher_is_audited_with_words_that_are_made_up(tmp_path: Path) -> None:
     """What is proven is the layout of the model that learns; the teacher does not run, and need not be there."""
     config = run(tmp_path, "teacher.path=absent", f"teacher.top_k={K}", "layout.tp=2", "parallel.loss_parallel=true")

@@ -103,7 +103,9 @@ def prepare_run(
     with during("the tokenizer is made"):
         tokenizer = _tokenizer(config, paths)
     setup = with_teacher(with_tokenizer(draft, tokenizer))
-    check_teacher(setup, tokenizer)
+    teacher = check_teacher(setup, tokenizer)
+    if None not in (teacher, source.get("teacher")) and teacher != source["teacher"]:
+        warn("teacher: its weights are others than when the run began, which goes on with these")
     tokenizer.save_pretrained(paths.tokenizer)
     with during("the data are read"):
         store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn, noted=noted)
@@ -120,7 +122,9 @@ def prepare_run(
         if problem := config.warmup_problem(steps):
             raise ConfigError(problem)
         check_writable(paths.root, _checkpoint_bytes(setup, config, resume, steps))
-    write_whole(paths.source, json.dumps({**source, "data": store.index.kind}))
+    write_whole(
+        paths.source, json.dumps({**source, **({} if teacher is None else {"teacher": teacher}), "data": store.index.kind})
+    )
     write_whole(paths.config, config.to_yaml())
     return setup, tokenizer, store
 

@@ -64,8 +64,10 @@ def with_teacher(setup: RunSetup) -> RunSetup:
     return replace(setup, plan=plan, teacher=teacher)
 
 
-def check_teacher(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse a teacher for which the ids of a run's tokens mean something else, or whose weights are not all there.
+def check_teacher(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return a digest of the weights of a run's teacher, if it has one.
+
+    Refuse one for which the ids of tokens mean something else, or whose files are cut short.
 
     Args:
         setup: the run, with its teacher if it has one.
@@ -77,10 +79,11 @@ def check_teacher(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> None
     """
     from meshwright.data.tokenizer import load_tokenizer, vocabulary_digest
     from meshwright.models.weights.build import check_files, weight_files
+    from meshwright.models.weights.source import fingerprint
 
     asked = setup.config.teacher
     if asked is None or setup.teacher is None:
-        return
+        return None
     problems, words = Problems(), int(setup.teacher.model.config.get_text_config().vocab_size)
     if words < len(tokenizer):
         problems.add(
@@ -100,7 +103,9 @@ def check_teacher(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> None
     if problems:
         raise ConfigError(problems)
     with about_teacher():
-        check_files(weight_files(setup.teacher.config.model), setup.teacher.model)
+        files = weight_files(setup.teacher.config.model)
+        check_files(files, setup.teacher.model)
+    return fingerprint(files)
 
 
 def teacher_bytes(setup: RunSetup) -> int:
