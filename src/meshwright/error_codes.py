@@ -211,6 +211,7 @@ CODES: dict[str, tuple[str, str]] = {
     "objective.documents": ("An objective asks for documents that batches do not name.", "documents = True in its class."),
     "objective.modules": ("Modules that an objective adds to the model are not as they must be.", "What the message says."),
     "objective.batch": ("An objective reads what a batch does not have.", "The names in the message; data.tensors."),
+    "objective.teacher": ("A teacher does not fit the run that learns from it.", "What the message says."),
     "objective.reference": ("There are no log-probabilities of a reference.", "What the message says."),
     "part.raised": ("A part of the user raised an exception.", "The lines in the message."),
     "engine.model": ("An engine is made for models of transformers.", "Such a model, or a directory or hub name of one."),

@@ -126,9 +126,10 @@ class Run:
         from meshwright.plan.cost.hardware import load_hardware
         from meshwright.train.start.processes import planned_processes
         from meshwright.train.start.setup import make_setup
+        from meshwright.train.start.teacher_setup import with_teacher
 
         hardware = None if gpu is None else load_hardware(gpu)
-        setup = make_setup(self.config, world_size or planned_processes(self.config), planning=True)
+        setup = with_teacher(make_setup(self.config, world_size or planned_processes(self.config), planning=True))
         if hardware is None:
             return PlanView(setup.plan)
         from meshwright.trace.memory import Traces

@@ -18,6 +18,7 @@ from meshwright.train.parts import PARTS
 from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
 from meshwright.train.start.resume import checkpoint_to_resume
 from meshwright.train.start.setup import make_setup
+from meshwright.train.start.teacher_setup import with_teacher
 from meshwright.train.trainer import Trainer
 from tests.accelerator.module import WAITS
 
@@ -47,7 +48,7 @@ class RankRun(NamedTuple):
 
 def trainer_on(device: torch.device, config: RunConfig, store: Path) -> Trainer:
     """Make the trainer of this rank, which is in a process group already."""
-    setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
+    setup = with_teacher(make_setup(config, dist.get_world_size(), load_run_tokenizer(config)))
     return Trainer(setup, TokenStore.open(store), device, checkpoint_to_resume(config), replace(PARTS))
 
 

@@ -15,6 +15,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.host import host_lines
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.setup import make_setup
+from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
 from tests.accelerator.runs import forget_orders, ignore_orders, orders_of, train_with
 from tests.accelerator.workers import Workers
 from tests.diffusion_gemma import tiny_diffusion_gemma
@@ -65,6 +66,12 @@ class Case(NamedTuple):
     behind: dict[str, int] = LATE
 
 
+TEACHER = (
+    "training.objective={use: distillation, with: {next_token_weight: 1.0}}",
+    "teacher={path: 'WEIGHTS', top_k: 8}",
+)
+"""The model as it begins."""
+
 ONE = "layout.dp_shard=1"
 SMALL = "training.microbatch_size=1"
 CASES = {
@@ -102,6 +109,8 @@ CASES = {
             "{use: freeze, with: {match: ['**.norm.weight'], until: 1}}]",
         )
     ),
+    "teacher": Case(TEACHER),
+    "teacher in stages": Case((ONE, "layout.tp=2", *TEACHER, "teacher.layout={pp: 2}")),
     "offload": Case(
         ("parallel.cpu_offload=true",),
         behind={GRADIENTS: 2 * STEPS},
@@ -168,6 +177,17 @@ def test_the_peak_of_memory_is_the_forecast(tiny: Tiny, weights: Callable[[str],
     peak = max(rank.peak or 0 for rank in train_with(two, config))
     forecast = forecast_memory(make_setup(config, 2)).peak
     assert (1 - TOO_MUCH.get(name, 0.05)) * forecast < peak < 1.05 * forecast
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["teacher", "teacher in stages"])
+def test_a_teacher_takes_at_most_what_is_forecast(tiny: Tiny, weights: Callable[[str], Path], two: Workers, name: str) -> None:
+    config = tiny(
+        "training.steps=3", "data.eval_fraction=0", "checkpoint.every=0", *overrides_of(CASES[name], weights("llama"))
+    )
+    peak = max(rank.peak or 0 for rank in train_with(two, config))
+    more, alone = teacher_bytes(with_teacher(make_setup(config, 2))), forecast_memory(make_setup(config, 2)).peak
+    assert 0.9 * (alone + more) < peak < alone + more
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import ParallelMesh, build_mesh, mesh_beside, whole_tensor
 from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
 from tests.harness import refuses, run_ranks
@@ -37,6 +37,48 @@ def in_fake_world(world: int, rank: int, check) -> None:
 
 def ranks_of(mesh: DeviceMesh, axis: int | str | None = None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+
+
+BESIDE = [
+    (8, Layout(dp_shard=4, tp=2), Layout(pp=2, dp_replicate=2, dp_shard=2)),
+    (16, Layout(pp=2, dp_shard=2, cp=2, tp=2), Layout(dp_shard=2, cp=2, tp=4)),
+    (16, Layout(pp=2, dp_shard=4, tp=2, ep=4), Layout(pp=2, dp_shard=4, tp=2, ep=2)),
+]
+
+
+@pytest.mark.parametrize(("world", "layout", "other"), BESIDE, ids=lambda value: str(value).replace(" ", "-"))
+def test_a_mesh_beside_another_has_the_same_data_and_parts_on_each_rank(world: int, layout: Layout, other: Layout) -> None:
+    for rank in (0, 1, world // 2 + 1, world - 1):
+
+        def check() -> None:
+            mesh = build_mesh(layout, "cpu")
+            beside = mesh_beside(mesh, other.resolve(world))
+            assert sorted(beside.root.mesh.flatten().tolist()) == list(range(world))
+            assert [beside.rank(axis) for axis in ("dp", "cp")] == [mesh.rank(axis) for axis in ("dp", "cp")]
+            for axis in (*AXES, *FLATTENED, *(("ep_shard", "ep") if other.ep > 1 else ())):
+                group = ranks_of(beside[axis])
+                assert beside[axis].mesh.tolist() == list(group)  # a group has its ranks in the order of their numbers
+                assert len(group) == beside.layout.size(axis)
+            shares = set(ranks_of(beside["pp"])) | set(ranks_of(beside["tp"]))
+            assert shares <= {one for one in range(world) if mesh_place(mesh, one) == mesh_place(mesh, dist.get_rank())}
+
+        in_fake_world(world, rank, check)
+
+
+def mesh_place(mesh: ParallelMesh, rank: int) -> tuple[int, ...]:
+    """Data rank and part of sequences of another rank."""
+    place = mesh.layout.coordinates(rank)
+    return tuple(place[axis] for axis in ("dp_replicate", "dp_shard", "cp"))
+
+
+def test_a_mesh_that_does_not_fit_beside_another_is_refused() -> None:
+    def check() -> None:
+        mesh = build_mesh(Layout(dp_shard=4, tp=2), "cpu")
+        for other in (Layout(dp_shard=8), Layout(dp_shard=2, cp=2, tp=2), Layout(pp=2, dp_shard=4, ep=2)):
+            with refuses(LayoutError, "layout.device_mesh"):
+                mesh_beside(mesh, other.resolve(8))
+
+    in_fake_world(8, 0, check)
 
 
 @pytest.mark.parametrize(("world", "layout"), CASES, ids=lambda value: str(value).replace(" ", "-"))

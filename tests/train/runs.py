@@ -18,6 +18,7 @@ from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
 from meshwright.train.start.resume import checkpoint_to_resume
 from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import make_setup
+from meshwright.train.start.teacher_setup import with_teacher
 from meshwright.train.trainer import Trainer
 from tests.harness import run_ranks
 
@@ -84,7 +85,7 @@ def train(config: RunConfig, ranks: int = 1) -> list[float]:
 
 def trainer_on_rank(config: RunConfig, store: Path) -> Trainer:
     """A rank's trainer, as a worker makes it."""
-    setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
+    setup = with_teacher(make_setup(config, dist.get_world_size(), load_run_tokenizer(config)))
     return Trainer(setup, TokenStore.open(store), CPU, checkpoint_to_resume(config), replace(PARTS, forecast=command))
 
 

@@ -29,6 +29,7 @@ from meshwright.layout import Layout
 from meshwright.models.added_modules import ADDED
 from meshwright.models.objective import PRECOMPUTED
 from meshwright.models.weights.initial_values import derive_seed
+from meshwright.objectives.distillation import IDS, LOG_PROBS
 from meshwright.objectives.invented import REFERENCE, spread_of
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.names import inside
@@ -240,7 +241,9 @@ class AuditTrainer(Trainer):
         """Return nothing: what a reference says is made up."""
 
     def with_reference(self, store: TokenStore) -> TokenStore:
-        """Return the tokens with numbers in place of what a reference would say of them, the same on all layouts."""
+        """Return the tokens with numbers in place of what a reference and a teacher say of them, the same on all layouts."""
+        if self.config.teacher is not None:
+            store = store.beside(_words_of_teacher(store, self.config.teacher.top_k))
         if self.objective.reference != PRECOMPUTED:
             return store
         numbers = (-0.5 - 0.4 * np.sin(store.tokens.astype(np.float32))).astype(np.float32)
@@ -252,6 +255,17 @@ class AuditTrainer(Trainer):
         names = spread_of(columns_of(self.config))  # they are not per token
         batches = [{name: tensor for name, tensor in batch.items() if name not in names} for batch in batches]
         self.sequences.append(sequence_digests(batches, data.sequence_length))
+
+
+def _words_of_teacher(store: TokenStore, count: int) -> dict[str, tuple[TensorColumn, Any]]:
+    """Return words and log-probabilities in the place of each token, as a teacher says them; the audit runs none."""
+    numbers = store.tokens.astype(np.int64)[:, None] + np.arange(count)
+    ids = store.tokens.astype(np.int64)[:, None] % 2 + np.arange(count)
+    logs = (-0.5 - 0.4 * np.sin(numbers.astype(np.float32)) - np.log(count)).astype(np.float32)
+    return {
+        IDS: (TensorColumn(per="token", width=count, dtype="int64"), ids),
+        LOG_PROBS: (TensorColumn(per="token", width=count), logs),
+    }
 
 
 def _loader(run: RankSetup, store: TokenStore) -> TrainLoader:

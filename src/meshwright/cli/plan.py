@@ -80,6 +80,7 @@ def plan(
     from meshwright.train.proofs.report_or_audit import report_or_audit
     from meshwright.train.start.processes import planned_processes
     from meshwright.train.start.setup import make_setup
+    from meshwright.train.start.teacher_setup import with_teacher
 
     ways = {"--json": as_json, "--diff": against is not None, "--program": program}
     ways["--timeline"] = timeline or timeline_svg is not None
@@ -99,7 +100,7 @@ def plan(
     from meshwright.train.callbacks.make_callbacks import check_callbacks
 
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
-    setup = make_setup(run, world_size or planned_processes(run), planning=True)
+    setup = with_teacher(make_setup(run, world_size or planned_processes(run), planning=True))
     sharding_plan = setup.plan
     check_callbacks(run, sharding_plan)
     if against is not None:

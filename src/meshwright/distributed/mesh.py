@@ -15,7 +15,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
 from meshwright.plan.result.sharding_plan import LAYER, unit_axes
 
-__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "mesh_of", "whole_tensor"]
+__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "mesh_beside", "mesh_of", "whole_tensor"]
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,37 @@ def mesh_of(device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Para
     with _torch_compat.shared_groups():
         experts = init_device_mesh(mesh.device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
         return _complete(layout, mesh.root, experts)
+
+
+def mesh_beside(mesh: ParallelMesh, layout: Layout) -> ParallelMesh:
+    """A mesh of another layout over the same ranks, each of which has the same data and part of sequences as in the first.
+
+    Only `pp` and `tp` are over other ranks: the ranks that share data and part are put in the order of their numbers, `tp`
+    innermost. Collective over all ranks.
+
+    Args:
+        mesh: the mesh.
+        layout: a resolved layout with as many data ranks and as large a `cp`. Its `ep` is 1 where `pp` and `tp` are not those
+            of the mesh: the ranks of `ep` would not be in the order of their numbers, which process groups are in.
+
+    Raises:
+        LayoutError: it is not.
+    """
+    sizes, own = layout.sizes(), mesh.layout.sizes()
+    alike = layout.size("dp") == mesh.layout.size("dp") and sizes["cp"] == own["cp"]
+    in_order = layout.ep == 1 or (sizes["pp"], sizes["tp"]) == (own["pp"], own["tp"])
+    if not alike or not in_order:
+        raise LayoutError("layout.device_mesh", f"{layout}: has other data ranks, cp or ep than fit beside {mesh.layout}")
+    by_data = mesh.root.mesh.permute(1, 2, 3, 0, 4)  # [dp_replicate, dp_shard, cp, pp, tp]
+    shape = [sizes[axis] for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp")]
+    ranks = by_data.reshape(shape).permute(3, 0, 1, 2, 4).contiguous()
+    with _torch_compat.shared_groups():
+        root = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES)
+        experts = None
+        if layout.ep > 1:
+            expert_ranks = ranks.reshape(tuple(layout.expert_sizes().values()))
+            experts = DeviceMesh(mesh.device_type, expert_ranks, mesh_dim_names=EXPERT_AXES)
+        return _complete(layout, root, experts)
 
 
 def whole_tensor(tensor: DTensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from meshwright.objectives.shipped import Shipped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Distillation"]
+__all__ = ["IDS", "LOG_PROBS", "Distillation"]
 
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """Columns: the likeliest words of the teacher in the place of each token, and their log-probabilities."""
@@ -100,8 +100,9 @@ class Distillation(Shipped):
             if run.columns.get(name) != legal:
                 problems.add(
                     "objective.batch",
-                    f"objective distillation reads what a teacher says; set data.tensors.{name}={{per: token, width: {width}, "
-                    f"dtype: {dtype}, column: {field}}}, as `meshwright score --top-k {width}` writes it",
+                    "objective distillation reads what a teacher says; set teacher.path, a model that says it in each step, or "
+                    f"data.tensors.{name}={{per: token, width: {width}, dtype: {dtype}, column: {field}}}, as "
+                    f"`meshwright score --top-k {width}` writes it",
                 )
         if problems:
             raise ConfigError(problems)
@@ -128,7 +129,7 @@ class Distillation(Shipped):
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return the sum of the divergence over the tokens of a batch, and that of the plain loss."""
         own, teacher, label = self._log_probs(model, batch)
-        p, q = (self._distribution(values) for values in (own, teacher.to(own.dtype)))
+        p, q = (self._distribution(values) for values in (own, teacher))
         found = self._divergence(p, q).masked_fill(batch["labels"] == IGNORE, 0.0)
         return found.sum(), -label.sum()
 
@@ -148,7 +149,7 @@ class Distillation(Shipped):
         if key not in batch:  # one tensor for all calls of a batch, which has one forward
             batch[key] = torch.cat([labels.clamp(min=0).unsqueeze(-1), torch.where(there, ids, 0)], -1)
         found = given.log_probs_of(model, batch, batch[key])
-        own, teacher = (torch.where(there, one, NEVER) for one in (found[..., 1:], batch[LOG_PROBS]))
+        own, teacher = (torch.where(there, one, NEVER) for one in (found[..., 1:], batch[LOG_PROBS].to(found.dtype)))
         return own, teacher, found[..., 0]
 
     def _distribution(self, values: torch.Tensor) -> torch.Tensor:
@@ -175,6 +176,8 @@ def _kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _check(batch: Batch, numbers: Sequence[int]) -> None:
+    if LOG_PROBS not in batch:  # a teacher that runs beside the model says it later
+        return
     wrong = (batch[LOG_PROBS].logsumexp(-1) > _MORE_THAN_ALL) & (batch["labels"] != IGNORE)
     below = (batch[IDS] < 0).any(-1)
     if bool((wrong | below).any()):

@@ -10,6 +10,7 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPo
 from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, make_setup
+from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
 
 __all__ = ["Change", "Verdict", "judge"]
 
@@ -76,7 +77,7 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
         traces: traces of the run, if some were made already.
     """
     traces = traces or Traces(setup)
-    verdict = _verdict(forecast_memory(setup, traces), hardware, setup.plan.options.cpu_offload)
+    verdict = _verdict(forecast_memory(setup, traces), hardware, setup)
     if verdict.fits:
         return verdict
     found: list[Change] = []
@@ -86,9 +87,8 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
             break
         try:
             changed = make_setup(_with(setup.config, overrides), setup.layout.world_size, planning=True)
-            other = _verdict(
-                forecast_memory(changed, Traces(changed, load=traces.load)), hardware, changed.plan.options.cpu_offload
-            )
+            changed = changed if setup.teacher is None else with_teacher(changed)
+            other = _verdict(forecast_memory(changed, Traces(changed, load=traces.load)), hardware, changed)
         except MeshwrightError:  # the change is illegal for this run
             continue
         change = Change(tuple(f"{key}={_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)
@@ -98,12 +98,14 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
     return Verdict(**{**vars(verdict), "changes": changes})
 
 
-def _verdict(forecast: MemoryForecast, hardware: Hardware, offload: bool) -> Verdict:
+def _verdict(forecast: MemoryForecast, hardware: Hardware, setup: RunSetup) -> Verdict:
     parts = dict(forecast.parts)
-    if offload:  # these are in host memory
+    if setup.plan.options.cpu_offload:  # these are in host memory
         parts |= dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     state = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
     parts["allocator"] = round(ALLOCATOR * (sum(parts.values()) - state))
+    if teacher := teacher_bytes(setup):
+        parts["teacher"] = teacher
     parts["reserved"] = round(hardware.reserved_gib * 2**30)
     limit, peak = round(hardware.memory_gib * 2**30), sum(parts.values())
     return Verdict(peak <= limit, limit, peak, forecast.moment, parts, rank=forecast.rank)

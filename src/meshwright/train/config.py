@@ -27,6 +27,7 @@ from meshwright.train.schema.run_sections import (
     MoEConfig,
     ProfileConfig,
     SampleConfig,
+    TeacherConfig,
 )
 from meshwright.user_code import PartName, part_text
 
@@ -97,6 +98,7 @@ class RunConfig(Section):
     )
     model: ModelConfig = Field(description="Which model.")
     adapter: AdapterConfig | None = Field(default=None, description="Train an adapter; null: train the model.")
+    teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside it; null: none.")
     layout: LayoutConfig = Field(default=LayoutConfig(), description="Sizes of the mesh axes.")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the layout is carried out.")
     data: DataConfig = Field(description="What to train on.")

@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 
 from meshwright.errors import number_of
 from meshwright.models.objective import Objective
-from meshwright.objectives.call import calling
+from meshwright.objectives.call import calling, passes_before
 from meshwright.train.batches import RankBatches
 from meshwright.train.engine.runner import Batch, Runner
 
 __all__ = ["evaluate", "shown"]
+
+GROUP = 8
+"""Batches that are on the device with what a teacher says of them, which takes more memory than they do."""
 
 
 @torch.no_grad()
@@ -32,7 +36,13 @@ def evaluate(runner: Runner, batches: RankBatches, held_out: Iterable[Batch]) ->
                 counted.add_(torch.tensor(objective.counts([on_host])))
             yield batches.to_device(on_host)
 
-    summed, own = runner.evaluate(counting()), len(objective.terms)
+    prepared = counting()
+    if runner.teach is not None and not any(one.means for one in passes_before(objective)):
+        parts = [runner.evaluate(group) for group in iter(lambda: list(islice(prepared, GROUP)), [])]
+        summed = torch.stack(parts).sum(0)
+    else:
+        summed = runner.evaluate(prepared)
+    own = len(objective.terms)
     both = mesh.sum(torch.cat([summed, counted.to(batches.device)]))
     sums, counts = both[:own], both[-own:]
     found = {"eval/loss": float(objective.combine(sums.unbind(), counts) / counts[0].clamp(min=1))}

@@ -15,6 +15,7 @@ from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.added_modules import ADDED, module_problems, without_added
 from meshwright.models.families.listed import FAMILIES, family_of
 from meshwright.models.objective import PRECOMPUTED, Column, NextToken, Objective, RunFacts
+from meshwright.objectives.distillation import IDS, LOG_PROBS
 from meshwright.objectives.invented import REFERENCE
 from meshwright.train.config import RunConfig
 from meshwright.train.schema.our_objectives import OURS
@@ -29,11 +30,13 @@ WHERE = "training.objective"
 
 
 def columns_of(config: RunConfig, objective: Objective | None = None) -> dict[str, Column]:
-    """Return the columns of the data that batches have, with those that are computed once for an objective."""
+    """Return the columns of the data that batches have, with those that are computed once for an objective, or by a teacher."""
     columns = {name: Column(one.per, one.width, one.dtype) for name, one in config.data.values.items()}
     pairs = {MEMBER: Column("document", dtype="int64")} if config.data.pairs else {}
     once = {REFERENCE: Column("token")} if objective is not None and objective.reference == PRECOMPUTED else {}
-    return columns | pairs | once
+    width = None if config.teacher is None else config.teacher.top_k
+    said = {} if width is None else {IDS: Column("token", width, "int64"), LOG_PROBS: Column("token", width)}
+    return columns | pairs | once | said
 
 
 def make_objective(
@@ -52,6 +55,27 @@ def make_objective(
             has settings that this objective refuses.
         PartError: an objective of the user raises something when it is tried, or is none.
     """
+    objective = _objective(config, model, given, more)
+    if problems := _teacher_problems(config, objective):
+        raise ConfigError(problems)
+    return objective
+
+
+def _teacher_problems(config: RunConfig, objective: Objective) -> Problems:
+    """Return why a teacher is of no use to an objective."""
+    problems = Problems()
+    if config.teacher is None:
+        return problems
+    if doubled := [name for name in (IDS, LOG_PROBS) if name in config.data.tensors]:
+        words = f"rows have a column {doubled[0]} (data.tensors), and a teacher says it anew; leave one of them out"
+        problems.add("objective.teacher", f"teacher.path={config.teacher.path}: {words}")
+    if not {IDS, LOG_PROBS} <= objective.reads:
+        words = f"objective {objective.name} does not read {IDS} and {LOG_PROBS}, as distillation does; set teacher to null"
+        problems.add("objective.teacher", f"teacher.path={config.teacher.path}: {words}")
+    return problems
+
+
+def _objective(config: RunConfig, model: "PreTrainedModel", given: Any, more: Mapping[str, Column]) -> Objective:
     kind, name, wanted = family_of(model).objective(), class_name(model), config.training.objective
     parallel = config.parallel
     run = RunFacts(

@@ -20,6 +20,7 @@ from meshwright.train import evaluation
 from meshwright.train.batches import write_batches
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.callbacks.hooks import due, in_step
+from meshwright.train.engine.runner import Runner
 from meshwright.train.engine.score_store import PassLines, score_store
 from meshwright.train.engine.steps import StepEngine
 from meshwright.train.forecast import Expectation
@@ -37,6 +38,7 @@ from meshwright.train.start.reference_values import (
 )
 from meshwright.train.start.run_files import source_facts
 from meshwright.train.start.setup import RunSetup
+from meshwright.train.start.teacher_setup import about_teacher
 
 __all__ = ["Trainer"]
 
@@ -96,22 +98,28 @@ class Trainer(StepEngine):
         if resume is not None:
             self.load(resume)
         if data.packed:  # only now, because the check needs the weights
-            dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
-            check_boundaries(
-                self.runner.logits,
-                setup.model,
-                device,
-                training.microbatch_size,
-                data.sequence_length,
-                exact=dense,
-                multiple=multiple,
-                share=self.batches.cut,
-                pairs=data.pairs,
-            )
+            self._check_boundaries(self.runner, setup)
+            if self.teacher is not None:
+                with about_teacher():
+                    self._check_boundaries(self.teacher.runner, self.teacher.setup)
         self.recorder = Recorder(self.config, speaks=speaks, steps=self.steps, resumed_step=self.step)
         self.outcomes = Outcomes(self.config, setup.paths, self._write_batch, self.recorder.say)
         self._line: tuple[int, dict[str, Any], bool] | None = None
         self.callbacks = parts.callbacks(self, resume)  # last: they see all of it
+
+    def _check_boundaries(self, runner: Runner, setup: RunSetup) -> None:
+        """Refuse packing for a model, of this layout or one beside it, in which one document changes another."""
+        check_boundaries(
+            runner.logits,
+            setup.model,
+            self.device,
+            self.config.training.microbatch_size,
+            self.config.data.sequence_length,
+            exact=not model_sizes(setup.spec, setup.model).experts,
+            multiple=self.setup.plan.sequence_multiple,
+            share=self.batches.cut,
+            pairs=self.config.data.pairs,
+        )
 
     @property
     def step(self) -> int:

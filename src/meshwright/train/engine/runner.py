@@ -64,6 +64,7 @@ class Runner(ABC):
         balance: balance of the experts that this rank runs.
         replay: gives routers the experts that a batch has; ``None``: batches have none.
         tell: is called with each microbatch and what the model gave for it; ``None``: nobody asks.
+        teach: returns batches with what a teacher says of them; ``None``: there is none.
     """
 
     model: nn.Module
@@ -73,6 +74,7 @@ class Runner(ABC):
     mesh: ParallelMesh | None = None
     replay: Replay | None = None
     tell: Callable[[Batch, dict[str, torch.Tensor]], None] | None = None
+    teach: Callable[[Iterable[Batch]], list[Batch]] | None = None
 
     def prepare(self, rows: int, length: int) -> None:  # noqa: B027 - optional
         """Make buffers for training, before its first step, where those of the plan's sequences are not made yet.
@@ -142,12 +144,13 @@ class Runner(ABC):
         return len(self.objective.terms) + 2 * len(self.objective.metric_names)
 
     def prepared(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Return batches with what the objective needs of the model before the step (:func:`passes_before`).
+        """Return batches with what the objective needs of a teacher, and of the model before the step (:func:`passes_before`).
 
         The trainer calls it before :meth:`forward_backward`. Each pass is a forward of all batches in evaluation mode, without
         gradient. Its values are added on the rank that computes the loss.
         """
         sums = (lambda values: values) if self.mesh is None else self.mesh.sum
+        batches = batches if self.teach is None else self.teach(batches)
         for one in passes_before(self.objective):
             batches = list(batches)
 

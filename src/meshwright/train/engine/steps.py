@@ -23,6 +23,7 @@ from meshwright.objectives.call import calling
 from meshwright.train.batches import RankBatches
 from meshwright.train.engine.guard import Guard
 from meshwright.train.engine.runner import COUNT, SUM, Sums
+from meshwright.train.engine.teacher import Teacher
 from meshwright.train.optimizer import set_learning_rate
 from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, seed_of_dropout
 from meshwright.train.start.setup import RunSetup, plain_config
@@ -63,6 +64,7 @@ class StepEngine:
         objective: what the model is trained to do.
         batches: makes a rank's part of a batch.
         runner: runs the microbatches.
+        teacher: the model that says what this one learns; ``None``: there is none.
         guard: makes steps that are not finite change nothing.
         steps_done: number of optimizer steps done.
         progress: called before each microbatch with words such as ``step 12``.
@@ -95,6 +97,10 @@ class StepEngine:
         self.batches = RankBatches(run, self.objective)
         made = (self.model, self.objective, self.sync, self.balance)
         self.runner = parts.runner(run, *made, self._before_microbatch)
+        self.teacher: Teacher | None = None
+        if setup.teacher is not None and self.config.teacher is not None:
+            count, progress = self.config.teacher.top_k, self._before_microbatch
+            self.runner.teach = self.teacher = Teacher(setup.teacher, device, self.mesh, count, progress)
         torch.manual_seed(seed_of_dropout(run))
 
     def _before_microbatch(self, words: str = "") -> None:

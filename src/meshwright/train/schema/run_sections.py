@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.paths import PathText
-from meshwright.train.schema.parallel_config import Section
+from meshwright.train.schema.parallel_config import Dtype, LayoutConfig, Section
 from meshwright.user_code import PartName
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "MoEConfig",
     "ProfileConfig",
     "SampleConfig",
+    "TeacherConfig",
 ]
 
 
@@ -131,3 +132,20 @@ class SampleConfig(Section):
         default=False,
         description="Continue each prompt as it stands. false: where the tokenizer has a chat template, ask it as a user does.",
     )
+
+
+class TeacherConfig(Section):
+    """A second model, which is not trained, and says the next token beside the other: for training.objective=distillation."""
+
+    path: PathText = Field(
+        description="The teacher: a local directory of transformers (safetensors), such as an export, or a hub name."
+    )
+    dtype: Dtype | None = Field(
+        default=None, description="What it is stored in, and computes in. null: the dtype that the run computes in."
+    )
+    layout: LayoutConfig | None = Field(
+        default=None,
+        description="Sizes of its axes, over the same processes. cp and the data ranks (dp_replicate x dp_shard) are as many "
+        "as those of the run; pp and tp may differ. null: those of the run, without ep.",
+    )
+    top_k: int = Field(default=64, ge=1, le=2**16, description="Its likeliest words for a token that the objective gets.")

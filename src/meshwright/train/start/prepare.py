@@ -32,6 +32,7 @@ from meshwright.train.start.reference_values import BYTES, REFERENCE_FACTS, chec
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together, with_tokenizer
+from meshwright.train.start.teacher_setup import check_teacher, with_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +103,10 @@ def prepare_run(
 
     with during("the tokenizer is made"):
         tokenizer = _tokenizer(config, paths)
-    setup = with_tokenizer(draft, tokenizer)
+    setup = with_teacher(with_tokenizer(draft, tokenizer))
+    teacher = check_teacher(setup, tokenizer)
+    if None not in (teacher, source.get("teacher")) and teacher != source["teacher"]:
+        warn("teacher: its weights are others than when the run began, which goes on with these")
     tokenizer.save_pretrained(paths.tokenizer)
     with during("the data are read"):
         store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn, noted=noted)
@@ -120,7 +124,9 @@ def prepare_run(
         if problem := config.warmup_problem(steps):
             raise ConfigError(problem)
         check_writable(paths.root, _checkpoint_bytes(setup, config, resume, steps))
-    write_whole(paths.source, json.dumps({**source, "data": store.index.kind}))
+    write_whole(
+        paths.source, json.dumps({**source, **({} if teacher is None else {"teacher": teacher}), "data": store.index.kind})
+    )
     write_whole(paths.config, config.to_yaml())
     return setup, tokenizer, store
 
@@ -172,7 +178,7 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
         )
     draft = None
     try:
-        draft = make_setup(config, world_size)
+        draft = with_teacher(make_setup(config, world_size))
         check_callbacks(config, draft.plan)
     except MeshwrightError as error:
         errors.append(error)

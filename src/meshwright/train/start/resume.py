@@ -144,6 +144,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for key in ("callbacks",)
         if key in before and key in now and before[key] != now[key]
     ]
+    teachers = [(one.get("teacher") or {}).get("path") for one in (before, now)]
+    if None in teachers and any(teachers):
+        changed.append(f"teacher.path: {teachers[0] or 'none'} in the checkpoint, {teachers[1] or 'none'} now")
     for section, keys in _DECIDE_UPDATES.items():
         saved, current = before.get(section) or {}, now.get(section) or {}
         for key in keys or sorted(saved.keys() & current.keys()):  # a key that only one of two versions has cannot be compared
@@ -160,5 +163,6 @@ _DECIDE_UPDATES: dict[str, tuple[str, ...]] = {
     "data": ("eval_files",),
     "checkpoint": ("best",),
     "moe": ("aux_loss", "bias_update_rate"),
+    "teacher": ("path", "dtype", "top_k"),
 }
 """Section to the keys in it that decide how a step changes the parameters, or what is evaluated; no keys: all keys."""

@@ -74,7 +74,7 @@ def config_to_score(config: RunConfig, work: Path, checkpoint: Path | None) -> R
     content["data"] |= {"tensors": routes, "shuffle": False}
     content["optimizer"], content["schedule"] = {"lr": 1.0}, {"kind": "constant"}
     content["metrics"] = {"jsonl": False, "tensorboard": False}
-    content |= {"callbacks": [], "checkpoint": {}, "sample": {}, "moe": {}, "profile": None, "export": False}
+    content |= {"teacher": None, "callbacks": [], "checkpoint": {}, "sample": {}, "moe": {}, "profile": None, "export": False}
     if checkpoint is not None:
         content["tokenizer"] = {"path": str(checkpoint / "tokenizer")}
     return checked_config(content)

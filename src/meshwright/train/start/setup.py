@@ -54,6 +54,7 @@ class RunSetup:
         spec: what the model declares about itself.
         plan: what every rank will hold and send.
         objective: what the model is trained to do.
+        teacher: the model that it learns from, on the same ranks; ``None``: there is none, or it was not asked for.
     """
 
     config: RunConfig
@@ -62,6 +63,7 @@ class RunSetup:
     spec: ParallelSpec
     plan: ShardingPlan
     objective: "Objective"
+    teacher: "RunSetup | None" = None
 
     @property
     def paths(self) -> Paths:

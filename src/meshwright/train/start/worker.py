@@ -42,6 +42,7 @@ from meshwright.train.start.prepare import introduce, load_run_tokenizer, locked
 from meshwright.train.start.resume import changes, checkpoint_to_resume, verified
 from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import make_setup
+from meshwright.train.start.teacher_setup import with_teacher
 from meshwright.user_code import import_modules
 
 if TYPE_CHECKING:
@@ -107,9 +108,10 @@ def run_worker(
         watch = resources.enter_context(_watch(config, device_kind))
         import_modules(config.imports)  # before the tokenizer, whose class one of them may register
         tokenizer = load_run_tokenizer(config)
-        setup = make_setup(config, dist.get_world_size(), tokenizer)
+        setup = with_teacher(make_setup(config, dist.get_world_size(), tokenizer))
         if dist.get_world_size() > 1:
-            check_collectives(kinds_of_collectives(setup.plan), device)
+            teachers = () if setup.teacher is None else kinds_of_collectives(setup.teacher.plan)
+            check_collectives({*kinds_of_collectives(setup.plan), *teachers}, device)
         tick = None if watch is None else watch.tick
         if job is not None:
             job.run(setup, TokenStore.open(store), device, tick)
