@@ -42,6 +42,8 @@ from tests.train.test_scoring import score
 __all__ = ["auditor", "folder"]
 
 EXPERTS, EACH, WORDS = 4, 2, 50
+SAME = 99
+"""Stands for the expert beside it."""
 GROUPED = {
     "n_group": 2, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "first_k_dense_replace": 0, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -368,7 +370,7 @@ def rollout_run(tmp_path: Path, wrong: int | None = None, *overrides: str) -> Ru
         length = len(prompt) + len(said)
         routes = random_routes(length, seed=number).tolist()
         if wrong is not None and number == 7:
-            routes[3][2] = wrong
+            routes[3][2:] = [routes[3][3] if wrong == SAME else wrong, routes[3][3]]
         lines.append(
             json.dumps(
                 {
@@ -443,6 +445,16 @@ def test_scores_and_the_first_step_route_alike(tmp_path: Path, layout: list[str]
     )
     train(other, 2)
     assert abs(next(row for row in rows(other) if "loss" in row)["ratio"] - 1) > 1e-4
+
+
+@pytest.mark.parametrize("wrong", [SAME, -1])
+def test_experts_that_no_router_chooses_are_named(tmp_path: Path, wrong: int) -> None:
+    with refuses(
+        DataError,
+        "data.tensors",
+    ) as caught:
+        prepare_run(rollout_run(tmp_path, wrong), 1)
+    assert "of model.layers.1.mlp.experts; legal are 2 different ones, or -1 for all" in str(caught.value)
 
 
 def test_a_small_model_of_an_audit_has_fewer(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["check_batch", "check_routes"]
 
-AT_ONCE = 2**20
-"""Number of tokens that are read at once."""
+AT_ONCE = 2**24
+"""How many numbers are read at once."""
 
 
 def check_routes(store: "TokenStore", plan: ShardingPlan) -> None:
-    """Refuse numbers of experts that do not exist in the rows of a run.
+    """Refuse rows of a run with numbers of experts that do not exist, or that no router chooses.
 
     Args:
         store: the tokens, with the column or not.
@@ -32,8 +32,12 @@ def check_routes(store: "TokenStore", plan: ShardingPlan) -> None:
         DataError: names the first document and token, the mixture and the number.
     """
     values = store.values.get(ROUTED_EXPERTS)
-    for begin in range(0, 0 if values is None else len(values), AT_ONCE):
-        if (found := _wrong(values[begin : begin + AT_ONCE], plan)) is not None:  # type: ignore[index]
+    if values is None:
+        return
+    tokens = max(1, AT_ONCE // values.shape[1])
+    for begin in range(0, len(values), tokens):
+        some = values[begin : begin + tokens]
+        if (found := _wrong(some, plan) or _unlike_a_choice(some, plan)) is not None:
             token, said = begin + found[0], found[1]
             document = int(np.searchsorted(store.offsets, token, side="right")) - 1
             place = f"document {document + 1}, token {token - int(store.offsets[document]) + 1}"
@@ -67,3 +71,16 @@ def _wrong(values: npt.NDArray[Any], plan: ShardingPlan) -> tuple[int, str] | No
     row = plan.experts[place // each]
     legal = f"legal are 0 to {row.experts - 1}, and -1, which leaves the choice to the router"
     return token, f"expert {int(values[token, place])} of {row.module}; {legal}"
+
+
+def _unlike_a_choice(values: npt.NDArray[Any], plan: ShardingPlan) -> tuple[int, str] | None:
+    """Return the first token that goes to an expert twice, or of whose experts in a mixture only some are given."""
+    ordered = np.sort(values.reshape(len(values), len(plan.experts), -1), axis=-1)
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(axis=-1)
+    partly = (ordered[..., 0] < 0) & (ordered[..., -1] >= 0)
+    if not (wrong := twice | partly).any():
+        return None
+    token, mixture = (int(index) for index in np.argwhere(wrong)[0])
+    each = ordered.shape[-1]
+    given = values[token, mixture * each : (mixture + 1) * each].tolist()
+    return token, f"experts {given} of {plan.experts[mixture].module}; legal are {each} different ones, or -1 for all"
