@@ -19,12 +19,16 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "parts_of_page.py").write_text("".join(code))
     monkeypatch.syspath_prepend(str(tmp_path))
-    sets = []
+    sets, grouped = list[str](), list[list[str]]()
     for block in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         for section, keys in yaml.safe_load(block.replace("my_parts:", "parts_of_page:")).items():
             flat = {section: keys} if isinstance(keys, list) else {f"{section}.{key}": value for key, value in keys.items()}
-            sets += [f"{key}={value if not isinstance(value, str) else repr(value)}" for key, value in flat.items()]
-    assert len(sets) == 10
+            lines = [f"{key}={value if not isinstance(value, str) else repr(value)}" for key, value in flat.items()]
+            if "optimizer.groups" in flat:  # another optimizer stands on the page too
+                grouped.append(lines)
+            else:
+                sets += lines
+    assert (len(sets), len(grouped)) == (9, 2)
     corpus = write_corpus(tmp_path / "words.jsonl")
     numbers = tmp_path / "numbers.txt"
     sets.append(f"metrics.sinks=[{{use: 'parts_of_page:Lines', with: {{path: '{numbers}'}}}}]")
@@ -38,6 +42,9 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(other, 2)
     assert {"documents_loss", "entropy"} <= rows(other)[1].keys()
     assert "eval/entropy" in rows(other)[0]
+    plans = [make_setup(tiny_run(tmp_path, corpus, *lines), 1).plan for lines in grouped]
+    embeddings = [row for plan in plans for row in plan.parameters if row.name == "model.embed_tokens.weight"]
+    assert [row.betas for row in embeddings] == [None, (0.9, 0.99)]
     rewards = tiny_run(
         tmp_path, corpus, "training.objective=parts_of_page:Rewards", "data.tensors={reward: {per: document}}", "layout.tp=2"
     )
