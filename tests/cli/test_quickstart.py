@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 @pytest.mark.command
 @pytest.mark.parametrize(
-    ("steps", "every", "drop"), [(40, 20, 1.0), pytest.param(150, 50, 2.0, marks=pytest.mark.thorough)], ids=["40", "all"]
+    ("steps", "every", "drop"), [(24, 12, 1.0), pytest.param(150, 50, 2.0, marks=pytest.mark.thorough)], ids=["24", "all"]
 )
 def test_quickstart_learns_saves_exports_and_samples(tmp_path: Path, steps: int, every: int, drop: float) -> None:
     command = [

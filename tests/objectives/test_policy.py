@@ -86,6 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("packing", ["pack", "pad"])
 @pytest.mark.parametrize("case", CASES)

@@ -125,6 +125,7 @@ def with_reference(reference: nn.Module) -> Any:
     return more
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("packing", ["pack", "pad"])
 @pytest.mark.parametrize("case", CASES)
