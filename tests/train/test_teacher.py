@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from meshwright.audit.case import digest
 from meshwright.audit.conduct import audit
-from meshwright.data.rows.columns import TensorColumn
+from meshwright.data.rows.columns import ROUTED_EXPERTS, TensorColumn
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.distributed.mesh import build_mesh, whole_tensor
@@ -114,6 +114,10 @@ def online_on_rank(rank: int, config: RunConfig, store: Path) -> dict[str, Any]:
     found["eval"] = trainer.measure()
     assert [digest(parameter) for parameter in teacher.parameters()] == before
     assert not teacher.training
+    batch = trainer.batches.to_device(trainer.microbatches(0)[0])
+    routes = torch.zeros((*batch["labels"].shape, 2), dtype=torch.int64)  # of the model that learns
+    (plain,), (routed,) = (trainer.runner.teach([one]) for one in (batch, {**batch, ROUTED_EXPERTS: routes}))  # type: ignore[misc]
+    assert all(torch.equal(plain[name], routed[name]) for name in COLUMNS)
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert not any("teacher" in name for name in trainer.tensors_to_save())
     return found

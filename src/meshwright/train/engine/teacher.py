@@ -22,6 +22,7 @@ from meshwright.train.start.teacher_setup import about_teacher
 
 __all__ = ["Teacher"]
 
+READ = ("input_ids", "labels", "position_ids")
 DTYPES = {IDS: torch.int64, LOG_PROBS: torch.float32}
 
 
@@ -66,7 +67,8 @@ class Teacher:
                 ids, logs = given.top_k(model, batch, self.count)
             return {IDS: ids.contiguous(), LOG_PROBS: logs.float().contiguous()}  # float32, as in files
 
-        found = self.runner.forwards(batches, values, nullcontext)
+        plain = [{name: batch[name] for name in READ} for batch in batches]  # columns, such as routes, are for the other model
+        found = self.runner.forwards(plain, values, nullcontext)
         if self.setup.plan.stages:  # only the last one has found something
             known = found or [{}] * len(batches)
             found = [self._of_all_stages(batch, own) for batch, own in zip(batches, known, strict=True)]
