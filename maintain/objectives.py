@@ -1,6 +1,6 @@
 """Audits the objectives that Meshwright brings, each on every axis, and writes the table of docs/objectives.md.
 
-From the root of the repository, some ten minutes on two cores:
+From the root of the repository, seven minutes on two cores:
 
     python -m maintain.objectives
 """
