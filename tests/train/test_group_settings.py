@@ -26,7 +26,8 @@ from meshwright.train.start.setup import RunSetup, make_setup
 from tests.audit.conftest import auditor, folder
 from tests.harness import refuses
 from tests.objectives.test_given import PLACES
-from tests.train.runs import tiny_run, train, write_config, write_corpus
+from tests.train.runs import tiny_run, write_config
+from tests.train.test_groups import goes_on
 
 __all__ = ["auditor", "folder"]
 
@@ -312,20 +313,5 @@ def test_a_layout_that_forgets_them_is_found(auditor: Auditor, folder: Path, pla
 
 @pytest.mark.thorough
 def test_a_run_with_several_optimizers_resumes_on_another_layout(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    corpus = write_corpus(tmp_path / "words.jsonl")
     use = f"{{match: '**.embed_tokens', use: '{HERE}Heavy', with: {{momentum: 0.9}}, lr: 10x}}"
-    sets = (
-        f"optimizer.groups=[{use}, {{match: model.layers.1, betas: [0.5, 0.6]}}]",
-        "training.steps=4",
-        "checkpoint.every=2",
-    )
-    at_once = train(tiny_run(tmp_path / "whole", corpus, *sets))
-    parts = tiny_run(tmp_path, corpus, *sets, "layout.pp=2", "layout.dp_shard=1")
-    train(parts, 2)
-    for later in (Path(parts.output) / "checkpoints").glob("*4"):
-        later.rename(tmp_path / "gone")
-    again = train(tiny_run(tmp_path, corpus, *sets, "layout.dp_shard=2"), 2)
-    assert again == pytest.approx(at_once, rel=1e-4)
-    plain = tiny_run(tmp_path / "whole", corpus, "training.steps=4", f"output={tmp_path}/plain")
-    assert train(plain)[-1] != pytest.approx(at_once[-1], rel=1e-4)
+    goes_on(tmp_path, f"optimizer.groups=[{use}, {{match: model.layers.1, betas: [0.5, 0.6]}}]")

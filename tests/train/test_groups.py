@@ -133,17 +133,22 @@ def test_a_parameter_moves_by_its_rate() -> None:
 
 @pytest.mark.thorough
 def test_a_run_that_resumes_goes_on_on_another_layout(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    corpus = write_corpus(tmp_path / "words.jsonl")
-    sets = (SET, "training.steps=4", "checkpoint.every=2")
-    at_once = train(tiny_run(tmp_path / "whole", corpus, *sets))
-    parts = tiny_run(tmp_path, corpus, *sets, "layout.pp=2", "layout.dp_shard=1")
+    goes_on(tmp_path, SET)
+
+
+def goes_on(folder: Path, *overrides: str) -> None:
+    """A run on stages that is resumed on shards has the losses of one process, and not those of a run without the overrides."""
+    (folder / "whole").mkdir()
+    corpus = write_corpus(folder / "words.jsonl")
+    sets = (*overrides, "training.steps=4", "checkpoint.every=2")
+    at_once = train(tiny_run(folder / "whole", corpus, *sets))
+    parts = tiny_run(folder, corpus, *sets, "layout.pp=2", "layout.dp_shard=1")
     train(parts, 2)
     for later in (Path(parts.output) / "checkpoints").glob("*4"):
-        later.rename(tmp_path / "gone")
-    again = train(tiny_run(tmp_path, corpus, *sets, "layout.dp_shard=2"), 2)
+        later.rename(folder / "gone")
+    again = train(tiny_run(folder, corpus, *sets, "layout.dp_shard=2"), 2)
     assert again == pytest.approx(at_once, rel=1e-4)
-    plain = tiny_run(tmp_path / "whole", corpus, "training.steps=4", f"output={tmp_path}/plain")
+    plain = tiny_run(folder / "whole", corpus, "training.steps=4", f"output={folder}/plain")
     assert train(plain)[-1] != pytest.approx(at_once[-1], rel=1e-4)
 
 

@@ -18,13 +18,24 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-__all__ = ["OfLastTokens", "Pairs", "correlation", "moments"]
+__all__ = ["OfLastTokens", "Pairs", "check_head", "correlation", "moments"]
 
 LAST = "last_token"
 """Key of which token of each document its numbers are of, float32 [B, S]: 1 there, else 0."""
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Name of a metric to its sum, and to what that is divided by; both are scalars."""
+
+
+def check_head(model: "PreTrainedModel", objective: str, kind: str) -> None:
+    """Refuse a model that has another head than an objective needs.
+
+    Raises:
+        ConfigError: names the class and ``model.head``.
+    """
+    if task_of(model) != kind:
+        needs = f"training.objective={objective}: needs a model {ENDINGS[kind]}"
+        raise ConfigError("config.objective", f"{needs}; set model.head={{kind: {kind}, num_labels: N}}")
 
 
 class OfLastTokens(Shipped):
@@ -40,12 +51,7 @@ class OfLastTokens(Shipped):
         Raises:
             ConfigError: the model has no such head.
         """
-        if task_of(model) != "sequence_classification":
-            raise ConfigError(
-                "config.objective",
-                f"training.objective={self.name}: needs a model {ENDINGS['sequence_classification']}; set "
-                "model.head={kind: sequence_classification, num_labels: N}",
-            )
+        check_head(model, self.name, "sequence_classification")
         self.pad = getattr(model.config.get_text_config(), "pad_token_id", None)
 
     def training(self, batches: list[Batch], numbers: "Sequence[Sequence[int]]") -> list[Batch]:

@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from meshwright.errors import ConfigError
-from meshwright.models.heads import ENDINGS, task_of
 from meshwright.models.objective import Batch, RunFacts
 from meshwright.objectives import given
 from meshwright.objectives.classification import MOST_CLASSES
-from meshwright.objectives.of_documents import Pairs
+from meshwright.objectives.of_documents import Pairs, check_head
 from meshwright.objectives.shipped import Shipped
 
 if TYPE_CHECKING:
@@ -40,12 +38,7 @@ class TokenClassification(Shipped):
         Raises:
             ConfigError: the model has no such head.
         """
-        if task_of(model) != "token_classification":
-            raise ConfigError(
-                "config.objective",
-                f"training.objective={self.name}: needs a model {ENDINGS['token_classification']}; set "
-                "model.head={kind: token_classification, num_labels: N}",
-            )
+        check_head(model, self.name, "token_classification")
         self.labels = model.config.num_labels
 
     def counts(self, batches: list[Batch]) -> list[int]:
