@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 from meshwright.distributed import _torch_compat
 from meshwright.errors import MeshwrightError
+from meshwright.ranks.forked import keep_inherited
 
 TIMEOUT = timedelta(seconds=20)
 """Of every collective: a rank that failed makes its peers fail, not hang."""
@@ -69,6 +70,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
 
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: tuple[Any, ...], group: bool) -> None:
+    keep_inherited()
     stuck = open(folder / f"stuck-{rank}", "w")  # noqa: SIM115 - open as long as the rank runs
     faulthandler.dump_traceback_later(LIMIT - 15, file=stuck)
     torch.set_num_threads(1)

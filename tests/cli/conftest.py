@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.ranks.forked import keep_inherited
 from meshwright.train.start.prepare import prepare_run
 from tests.train.conftest import corpus, tiny
 from tests.train.runs import tiny_run, write_config
@@ -77,6 +78,7 @@ class Command:
         self.files = tuple(Path(tempfile.mkdtemp(dir=folder), name) for name in ("out", "error"))
         self.process = os.fork()
         if self.process == 0:
+            keep_inherited()
             os.environ.update({name: str(value) for name, value in (environment or {}).items()})
             _command([str(item) for item in arguments], self.files, before)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -26,7 +27,7 @@ from meshwright.distributed.process_group import RECORDED, is_communication
 from meshwright.errors import MeshwrightError, WorkerError
 from meshwright.ranks.rank_state import Pace, RankState, look
 
-__all__ = ["BEAT", "JobOutcome", "WorkerPlace", "work"]
+__all__ = ["BEAT", "JobOutcome", "WorkerPlace", "keep_inherited", "work"]
 
 BEAT = 0.5
 """Seconds between two checks of a worker on itself."""
@@ -90,8 +91,18 @@ class WorkerPlace:
         return self.folder / f"stack-{self.rank}"
 
 
+def keep_inherited() -> None:
+    """Keep the garbage collector of a forked process from what it has inherited.
+
+    Among the garbage of the parent may be a process group. Its destructor joins threads, which a forked process does not have:
+    it would abort ("std::system_error: Invalid argument"), or wait for ever, whenever the collector happens to run.
+    """
+    gc.freeze()
+
+
 def work(seat: WorkerPlace, jobs: Connection, watch: Connection) -> None:
     """Join the group, then run one job after another until the parent ends the worker."""
+    keep_inherited()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker has inherited the parent's handlers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

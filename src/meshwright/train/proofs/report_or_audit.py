@@ -22,6 +22,7 @@ from rich.markup import escape
 from meshwright import errors
 from meshwright.distributed.process_group import adopt_slurm
 from meshwright.errors import MeshwrightError, NotProvenError, WorkerError
+from meshwright.ranks.forked import keep_inherited
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.records import Source, State, standing_of
@@ -179,6 +180,7 @@ def _audit_alone(
     config: RunConfig, world_size: int, source: Source | None, prove: Prove, results: Connection, parent: int
 ) -> None:
     """Run the audit in its own process, and send the error, or ``None``, through ``results``."""
+    keep_inherited()
     for name in [name for name in os.environ if name in _LAUNCHED or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))

@@ -31,6 +31,7 @@ from meshwright.errors import (
     described,
 )
 from meshwright.plan.cost.activation_traffic import kinds_of_collectives
+from meshwright.ranks.forked import keep_inherited
 from meshwright.ranks.watch import Watch
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
@@ -84,6 +85,7 @@ def run_worker(
         StoppedError: a signal ended the run.
         MeshwrightError: what the run failed with.
     """
+    keep_inherited()
     with ExitStack() as resources:
         device = resources.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         agreement = Agreement(config.checkpoint.every_minutes)
