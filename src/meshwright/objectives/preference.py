@@ -169,7 +169,9 @@ class Preference(Shipped):
         if self.loss_type == "hinge":
             return torch.relu(1 - self.beta * margin)
         if self.loss_type == "orpo":
-            odds = margin - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
+            # An answer that is certain has a log-probability of 0 in float32, and its odds are infinite.
+            chosen, rejected = (one.clamp(max=-torch.finfo(torch.float32).eps) for one in (chosen, rejected))
+            odds = chosen - rejected - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
             return -self.beta * logsigmoid(odds)
         logits = self.beta * margin - (self.margin if self.loss_type == "simpo" else 0.0)
         return -(1 - self.smoothing) * logsigmoid(logits) - self.smoothing * logsigmoid(-logits)
