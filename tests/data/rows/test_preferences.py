@@ -18,10 +18,10 @@ from meshwright.errors import DataError
 Jsonl = Callable[..., str]
 
 
-def config(path: str, format: str = "preference", unpairs: bool = False, **changes: Any) -> DataConfig:
+def config(path: str, format: str = "preference", unpairs: bool = False, whole: bool = False, **changes: Any) -> DataConfig:
     made = DataConfig.model_validate({"files": [path], "sequence_length": 128, "eval_fraction": 0.0, **changes})
     formats = ("preference", "unpaired_preference") if unpairs else (format,)
-    assert not made.read_as(Wanted("preference", formats, unpairs))
+    assert not made.read_as(Wanted("preference", formats, unpairs, whole))
     return made
 
 
@@ -115,10 +115,21 @@ def test_a_pair_that_is_too_long(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, p
         assert store.loss_mask[begin + first + 1 : end].any()
 
 
-def test_answers_that_are_alike_are_counted(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": "quick?", "chosen": "fox", "rejected": "fox"}, {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}]
-    store = prepare(config(jsonl(rows)), tokenizer, tmp_path / "store", 0)
-    assert (store.index.alike, store.index.documents, store.index.rows) == (1, 1, 2)
+@pytest.mark.parametrize("unpairs", [False, True])
+def test_answers_that_are_alike_are_counted(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, unpairs: bool) -> None:
+    good = {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}
+    made = config(jsonl([good | {"rejected": "fox"}, good, good]), unpairs=unpairs)
+    store = prepare(made, tokenizer, tmp_path / "store", 0)
+    assert (store.index.alike, store.index.documents, store.index.rows) == (1, 4 if unpairs else 2, 3)
+
+
+def test_no_reward_of_a_pair_whose_answers_are_cut_off(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
+    short = {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}
+    hopeless = {"prompt": "quick? " * 60, "chosen": "fox", "rejected": "dog"}
+    half = {"prompt": "quick?", "chosen": "fox " * 60, "rejected": "dog"}
+    made = config(jsonl([short, hopeless, half]), sequence_length=60, long_documents="truncate", whole=True)
+    store = prepare(made, tokenizer, tmp_path / "store", 0)
+    assert (store.index.documents, store.index.truncated, store.index.dropped, store.index.empty) == (2, 1, 1, 0)
 
 
 def test_each_answer_has_one_to_another_prompt_beside_it(jsonl: Jsonl) -> None:
@@ -128,6 +139,13 @@ def test_each_answer_has_one_to_another_prompt_beside_it(jsonl: Jsonl) -> None:
     assert [document.second[0]["content"] for document in found if document.second] == ["0?", "1?", "2?"]
     assert [document.second[-1]["content"] for document in found if document.second] == ["1!", "0!", "1!"]
     assert [float(document.values["label"]) for document in found] == [1, 0, 1]
+
+
+def test_rows_of_one_prompt_have_no_answer_of_it_beside_them(jsonl: Jsonl) -> None:
+    rows = [{"prompt": f"{n // 2}?", "completion": f"{n}!", "label": n % 2 == 0} for n in range(6)]
+    found = list(documents(config(jsonl(rows), unpairs=True)))
+    said = [document.second[-1]["content"] for document in found if document.second]
+    assert said == ["1!", "0!", "1!", "1!", "3!", "3!"]  # the first two have no row with another prompt before them
 
 
 def test_pairs_become_answers_by_themselves(jsonl: Jsonl) -> None:

@@ -151,11 +151,11 @@ def unpaired(document: Document) -> list[Document]:
 
 
 def mismatched(rows: Iterator[list[Document]], name: str) -> Iterator[Document]:
-    """Give each document a second one: its prompt, with the answer at the same place of the row before.
+    """Give each document a second one: its prompt, with the answer at the same place of the last row with another prompt.
 
     Args:
         rows: the documents of each row, each with a place where its answer begins. The first row gets the answers of the
-            second.
+            second; rows before which no row has another prompt get those of any other row.
         name: the source, for messages.
 
     Raises:
@@ -167,10 +167,15 @@ def mismatched(rows: Iterator[list[Document]], name: str) -> Iterator[Document]:
     second = next(rows, None)
     if second is None:
         raise DataError("data.pairs", f"data: {name} holds one row; the answer of another row is needed for a baseline")
-    before = second
+    before = others = second
     for row in chain([first, second], rows):
+        if _prompt(row[0]) != _prompt(before[0]) or others is row:
+            others = before
         for number, document in enumerate(row):
-            other = before[number % len(before)]
-            prompt, said = (document.messages or [])[: document.answer], (other.messages or [])[other.answer :]
-            yield replace(document, second=prompt + said)
+            other = others[number % len(others)]
+            yield replace(document, second=_prompt(document) + (other.messages or [])[other.answer :])
         before = row
+
+
+def _prompt(document: Document) -> Messages:
+    return (document.messages or [])[: document.answer]
