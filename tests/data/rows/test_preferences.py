@@ -63,6 +63,16 @@ def test_texts_with_a_prompt_in_both(jsonl: Jsonl) -> None:
     assert found.second == turns(("user", "Human: quick? Assistant: "), ("assistant", "fondue"))
 
 
+def test_texts_of_turns_are_chats(jsonl: Jsonl) -> None:
+    shared = "\n\nHuman: quick?\n\nAssistant: box\n\nHuman: lazy?\n\nAssistant: I"
+    row = {"chosen": f"{shared} jump\n\nover: it", "rejected": f"{shared} am a dog"}
+    (found,) = documents(config(jsonl([row])))
+    assert found.messages == [*UNLEARNED, {"role": "assistant", "content": "I jump\n\nover: it"}]
+    assert found.second == [*UNLEARNED, {"role": "assistant", "content": "I am a dog"}]
+    with pytest.raises(DataError, match="field 'rejected' ends with a turn of the user"):
+        list(documents(config(jsonl([row | {"rejected": f"{shared}\n\nHuman: why?"}], "bad.jsonl"))))
+
+
 def test_other_names_and_a_system_column(jsonl: Jsonl) -> None:
     row = {"question": "quick?", "better": "fox", "worse": "dog", "system": "be lazy"}
     columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}

@@ -5,6 +5,7 @@ another row (Ethayarajh et al., "KTO", arXiv 2402.01306, section 4.1: pairs of p
 Only the answers are learned.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, takewhile
@@ -21,6 +22,8 @@ __all__ = ["Preference", "answer", "check_label", "mismatched", "preference", "u
 
 Messages = list[dict[str, Any]]
 
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+
 
 class Preference(NamedTuple):
     """A prompt and two answers to it, as messages."""
@@ -34,7 +37,7 @@ def preference(row: Row, column: Callable[[str], str], prompt: str | None) -> Pr
     """Return the prompt of a row and its two answers.
 
     Each of ``prompt``, ``chosen`` and ``rejected`` is a text, or a list of messages. Without a prompt, it is what both answers
-    begin with; so it is where answers are whole chats.
+    begin with; so it is where answers are whole chats, or texts with the turns of ``Human:`` and ``Assistant:``.
 
     Args:
         row: the row.
@@ -51,6 +54,10 @@ def preference(row: Row, column: Callable[[str], str], prompt: str | None) -> Pr
     texts = not isinstance(given["chosen"], list)
     asked = None if prompt is None or row.values.get(prompt) is None else _said(row, prompt, "user", column)
     if texts and asked is None:
+        chats = [_transcript(text_of(row, column(name))) for name in given]
+        if chats[0] and chats[1]:
+            said = dict(zip(map(column, given), chats, strict=True))
+            return preference(Row({**row.values, **said}, row.source), column, None)
         asked = _shared_text(row, [text_of(row, column(name)) for name in given], column)
         cut = len(asked[0]["content"])
         chosen, rejected = ([{"role": "assistant", "content": text_of(row, column(name))[cut:]}] for name in given)
@@ -105,6 +112,18 @@ def _said(row: Row, field: str, role: str, column: Callable[[str], str]) -> Mess
     clean = [{name: part for name, part in message.items() if part is not None} for message in value]
     keys = column("role"), column("content"), "weight"
     return [message_of(one, *keys, f"{row.source}: field {field!a}, message {n}") for n, one in enumerate(clean, start=1)]
+
+
+def _transcript(text: str) -> Messages:
+    """Return the turns of a text as HH-RLHF writes them (Bai et al. 2022, arXiv 2204.05862); none: it is not written so.
+
+    As one text it would be parted within the answers: after the words that both begin with.
+    """
+    begin, *parts = _SPEAKER.split(f"\n\n{text.lstrip()}")
+    if begin or not {"Human", "Assistant"} <= {*parts[::2]}:
+        return []
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": "user" if who == "Human" else "assistant", "content": said.strip()} for who, said in turns]
 
 
 def _shared_text(row: Row, texts: Sequence[str], column: Callable[[str], str]) -> Messages:
