@@ -177,6 +177,14 @@ WRONG = {
     "two kinds": ({"prompt": "quick?", "chosen": "fox", "rejected": BAD}, "both are texts, or both are lists"),
     "no prompt": ({"chosen": "fox", "rejected": "dog"}, "there is no field 'prompt'; a pair has one prompt"),
     "no prompt in chats": ({"chosen": GOOD, "rejected": BAD}, "begin with different messages"),
+    "half a prompt": (
+        {"prompt": turns(("system", "be lazy")) + ASKED, "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+        "field 'chosen' begins with a turn of the user, and not with the prompt in 'prompt'",
+    ),
+    "another prompt": (
+        {"prompt": "quick?", "chosen": ASKED + GOOD, "rejected": turns(("user", "lazy?")) + BAD},
+        "both answers begin with the whole prompt, or neither",
+    ),
     "no text": ({"prompt": 3, "chosen": "fox", "rejected": "dog"}, "field 'prompt' holds int, not text"),
     "nothing rejected": ({"prompt": "quick?", "chosen": "fox"}, "no field 'rejected'"),
 }

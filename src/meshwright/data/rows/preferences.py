@@ -54,10 +54,9 @@ def preference(row: Row, column: Callable[[str], str], prompt: str | None) -> Pr
     texts = not isinstance(given["chosen"], list)
     asked = None if prompt is None or row.values.get(prompt) is None else _said(row, prompt, "user", column)
     if texts and asked is None:
-        chats = [_transcript(text_of(row, column(name))) for name in given]
-        if chats[0] and chats[1]:
-            said = dict(zip(map(column, given), chats, strict=True))
-            return preference(Row({**row.values, **said}, row.source), column, None)
+        chats = {column(name): _transcript(text_of(row, column(name))) for name in given}
+        if all(chats.values()):
+            return preference(Row({**row.values, **chats}, row.source), column, None)
         asked = _shared_text(row, [text_of(row, column(name)) for name in given], column)
         cut = len(asked[0]["content"])
         chosen, rejected = ([{"role": "assistant", "content": text_of(row, column(name))[cut:]}] for name in given)
@@ -69,7 +68,15 @@ def preference(row: Row, column: Callable[[str], str], prompt: str | None) -> Pr
     whole = bool(shared) and shared[0]["role"] != "assistant"  # the chats repeat the prompt, which is beside them as text
     if asked is not None and not (isinstance(row.values[prompt or ""], str) and whole):
         begin = len(asked) if chosen[: len(asked)] == asked and rejected[: len(asked)] == asked else 0
-        return _answered(row, Preference(asked, chosen[begin:], rejected[begin:]), column)
+        found = _answered(row, Preference(asked, chosen[begin:], rejected[begin:]), column)
+        for name, said in (("chosen", found.chosen), ("rejected", found.rejected)):
+            if said[0]["role"] == "system" or said[0]["role"] == asked[-1]["role"] == "user":
+                raise DataError(
+                    "data.pairs",
+                    f"{row.source}: field {column(name)!a} begins with a turn of the {said[0]['role']}, and not with the "
+                    f"prompt in {prompt!a}; both answers begin with the whole prompt, or neither",
+                )
+        return found
     if chosen == rejected:  # the whole chats are alike: the last turn is the answer
         shared = shared[:-1]
     if not shared:
