@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from meshwright.audit.conduct import Auditor
+from meshwright.data.packing import SequenceDataset
 from meshwright.data.preparation import write_documents
 from meshwright.data.store import TokenStore
 from meshwright.errors import ConfigError
+from meshwright.models.token_loss import count_tokens
+from meshwright.objectives.documents import number_documents
 from meshwright.objectives.policy import Policy
 from meshwright.train.config import RunConfig
 from tests.audit.conftest import auditor, folder
@@ -127,6 +130,17 @@ def test_the_papers(tmp_path: Path, case: str, packing: str, microbatches: int) 
 
 
 POLICY = {"use": "policy", "with": {"beta": 0.1}}
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_what_is_counted_are_tokens_where_it_says_so(tmp_path: Path, normalization: Any) -> None:
+    """Or else tokens a second would be answers a second."""
+    config, objective = run_of("pad"), Policy(normalization=normalization)
+    dataset = SequenceDataset(rollouts(tmp_path, config), "train", 24, "pad")
+    rows = {name: torch.stack([torch.as_tensor(row[name]) for row in dataset]) for name in ("labels", "position_ids")}
+    objective.begin(tiny_model(), facts(config))
+    counts = objective.counts([{**rows, **number_documents(rows)}])
+    assert (counts == [count_tokens([rows])]) == (objective.unit == "token")
 
 
 def test_an_axis(auditor: Auditor, folder: Path) -> None:

@@ -289,6 +289,16 @@ def test_planted(auditor: Auditor, folder: Path, plant: Any, words: str) -> None
 # -- what is refused ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("values", [(0.0, -1.0), (-1.0, 0.0)])
+def test_odds_of_an_answer_that_is_certain(values: tuple[float, float]) -> None:
+    both = torch.tensor(values, requires_grad=True)
+    loss = Preference("orpo")._loss(both[:1], both[1:])
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert both.grad is not None
+    assert both.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

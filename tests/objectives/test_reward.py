@@ -118,6 +118,16 @@ def test_products(auditor: Auditor, folder: Path, label: str, adapter: bool, pac
     compare(auditor, folder, PLACES[label], part, family, packing=packing, tensors=tensors, microbatches=3, head=ONE, **options)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_a_margin_of_either_kind_is_read(tmp_path: Path, dtype: str) -> None:
+    config = run_of("pack", {}, {"margin": {"per": "document", "dtype": dtype}})
+    objective = Reward()
+    objective.begin(with_outputs_of_tokens(tiny_model()), facts(config))
+    assert objective.has_margin
+    with pytest.raises(ConfigError, match="a pair has one margin"):
+        objective.begin(with_outputs_of_tokens(tiny_model()), facts(run_of("pack", {}, {"margin": {"per": "token"}})))
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------------------
 
 

@@ -151,6 +151,23 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> Non
     assert "leave one of them out" in str(caught.value)
 
 
+def test_an_adapter_that_is_not_all_that_changes(tmp_path: Path) -> None:
+    sets = ("training.objective=preference", "data.format=preference")
+    for adapter, reference in (("{}", True), ("{save_modules: [lm_head]}", "precomputed"), ("{path: none}", "precomputed")):
+        assert make_setup(run(tmp_path / "x", *sets, f"adapter={adapter}"), 1).objective.reference == reference
+    with refuses(ConfigError, "objective.reference") as caught:
+        make_setup(
+            run(
+                tmp_path / "x",
+                "training.objective={use: preference, with: {reference: adapter_off}}",
+                *sets[1:],
+                "adapter={save_modules: [lm_head]}",
+            ),
+            1,
+        )
+    assert "adapter.save_modules=['lm_head']: are trained" in str(caught.value)
+
+
 def test_a_loop_of_ones_own_has_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(_loop, 1)
 

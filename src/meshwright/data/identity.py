@@ -52,7 +52,7 @@ def _optional(config: DataConfig) -> dict[str, Any]:
     read_as = {"data.format": list(config.formats)} if config.pairs else {}
     unpaired = ({_UNPAIRS: True} if config.unpairs else {}) | ({} if config.scales else {_SCALES: False})
     whole: dict[str, Any] = {_WHOLE: True} if config.whole else {}
-    if "labeled" in config.formats and config.labels:
+    if {"labeled", "labeled_words"} & {*config.formats} and config.labels:
         whole[_LABELS] = [config.labels.kind, config.labels.count, list(config.labels.names)]
     return {**code_of_parts(config), **(columns if config.values else {}), **read_as, **unpaired, **whole}
 

@@ -116,7 +116,7 @@ def train_tokenizer(
     backend.train_from_iterator(texts, trainer)
     trained = backend.get_vocab_size()
     if trained != vocab_size and trained == smallest and not at_most:
-        raise DataError("data.empty", "the documents hold no text to train a tokenizer on")
+        raise DataError("data.empty", "the documents hold no text to train a tokenizer on; set tokenizer.path")
     if trained != vocab_size and not at_most:
         raise DataError(
             "tokenizer.vocab_size",

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -188,12 +189,15 @@ class Writer:
             self._add(document, ids if self.whole or ids[-1:] == [eos] else [*ids, eos], None)
 
     def _add_pair(self, document: Document, members: list[tuple[list[int], list[bool]]]) -> None:
-        """Append the tokens of a pair. If it is too long, both members are cut, or it is left out."""
+        """Append the tokens of a pair. If it is too long, both members are cut, or it is left out: no answer is lost."""
         first, second = (len(ids) for ids, _ in members)
         room = self.sequence_length
         begin = min(first, max(room - second, room // 2))
         kept = (begin, min(second, room - begin))
         shown = [any(mask[1:count]) for (_, mask), count in zip(members, kept, strict=True)]
+        if self.whole and first + second > room:  # no mask says where answers begin: they do where the members differ
+            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*(ids for ids, _ in members), strict=False)))
+            shown = [count > alike for count in kept]
         ids = [token for tokens, _ in members for token in tokens]
         mask = [mark and place > 0 for _, marks in members for place, mark in enumerate(marks)]
         places = [*range(kept[0]), *range(first, first + kept[1])]

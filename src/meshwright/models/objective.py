@@ -63,6 +63,8 @@ class RunFacts:
         recomputed: the modes of activation checkpointing of all layers.
         columns: the columns of the data, by their names in a batch.
         adapter: whether an adapter is trained.
+        begins_without: whether the model without its adapter is the model as the run begins, and stays it: the adapter is a new
+            one, and no module is trained whole beside it.
     """
 
     seed: int
@@ -73,6 +75,7 @@ class RunFacts:
     recomputed: Collection[ActivationCheckpointing]
     columns: Mapping[str, Column] = field(default_factory=dict)
     adapter: bool = False
+    begins_without: bool = True
 
 
 class Objective(ABC):

@@ -29,6 +29,9 @@ NORMALIZATION = {
     "gspo": "sequence",
     "cispo": "token",
 }
+UNITS = {"token": "token", "sequence": "document", "constant": "possible token"}
+"""What is counted, in words."""
+
 CLIP = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 5.0)}
 """Where they are not 0.2 and the same: what the papers use."""
 
@@ -97,6 +100,7 @@ class Policy(Shipped):
     ) -> None:
         self.loss_type, self.beta, self.estimator = loss_type, beta, kl_estimator or "k3"
         self.normalization, self.longest = normalization or NORMALIZATION[loss_type], max_completion_length
+        self.unit = UNITS[self.normalization]
         unused = {
             "epsilon": epsilon is not None and loss_type in ("importance_sampling", "cispo"),
             "epsilon_high": epsilon_high is not None and loss_type == "importance_sampling",

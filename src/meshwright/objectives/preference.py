@@ -66,8 +66,8 @@ class Preference(Shipped):
         length_normalization: whether log-probabilities of an answer are means over its tokens, and not sums; ``None``: for
             ``ipo`` (as TRL has it; equation 17 has sums), ``simpo`` and ``orpo``.
         reference: ``adapter_off``: the model without its adapter; ``precomputed``: computed once, before the first step;
-            ``none``: the ratio is the log-probability itself. ``None``: ``adapter_off`` if an adapter is trained, or else
-            ``precomputed``. A column ``reference_log_probs`` of the data stands for both.
+            ``none``: the ratio is the log-probability itself. ``None``: ``adapter_off`` if a new adapter alone is trained,
+            or else ``precomputed``. A column ``reference_log_probs`` of the data stands for both.
         rpo_alpha: weight of the loss of the chosen answer, for ``dpo``, ``ipo`` and ``hinge`` (Pang et al. 2024, arXiv
             2404.19733, equation 1, there a mean over each answer).
         cpo_alpha: the same, for ``cpo`` and ``simpo``; ``None``: 1 for ``cpo``, 0 for ``simpo``.
@@ -169,7 +169,9 @@ class Preference(Shipped):
         if self.loss_type == "hinge":
             return torch.relu(1 - self.beta * margin)
         if self.loss_type == "orpo":
-            odds = margin - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
+            # An answer that is certain has a log-probability of 0 in float32, and its odds are infinite.
+            chosen, rejected = (one.clamp(max=-torch.finfo(torch.float32).eps) for one in (chosen, rejected))
+            odds = chosen - rejected - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
             return -self.beta * logsigmoid(odds)
         logits = self.beta * margin - (self.margin if self.loss_type == "simpo" else 0.0)
         return -(1 - self.smoothing) * logsigmoid(logits) - self.smoothing * logsigmoid(-logits)

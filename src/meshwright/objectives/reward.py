@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from meshwright.errors import ConfigError
-from meshwright.models.objective import Batch, Column, RunFacts
+from meshwright.models.objective import Batch, RunFacts
 from meshwright.objectives import given
 from meshwright.objectives.of_documents import OfLastTokens, Pairs, correlation, moments
 
@@ -68,7 +68,7 @@ class Reward(OfLastTokens):
         """Read whether pairs have margins.
 
         Raises:
-            ConfigError: the head gives several numbers.
+            ConfigError: the head gives several numbers, or a pair has not one margin.
         """
         super().begin(model, run)
         labels = model.config.num_labels
@@ -77,7 +77,14 @@ class Reward(OfLastTokens):
                 "config.objective",
                 f"training.objective=reward: the head gives {labels} numbers; legal is model.head.num_labels=1",
             )
-        self.has_margin = self.paired and run.columns.get(MARGIN) == Column("document")
+        margin = run.columns.get(MARGIN) if self.paired else None
+        self.has_margin = margin is not None
+        if margin is not None and (margin.per, margin.width) != ("document", None):
+            raise ConfigError(
+                "config.objective",
+                f"training.objective=reward: data.tensors.{MARGIN} is {{per: {margin.per}, width: {margin.width}}}; a pair has "
+                "one margin: legal is {per: document}",
+            )
 
     def counts(self, batches: list[Batch]) -> list[int]:
         """Return the number of pairs, or of texts."""

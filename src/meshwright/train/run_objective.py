@@ -87,6 +87,7 @@ def _objective(config: RunConfig, model: "PreTrainedModel", given: Any, more: Ma
         recomputed={parallel.activation_checkpointing, *parallel.activation_checkpointing_layers.values()},
         columns={**columns_of(config), **more},
         adapter=config.adapter is not None,
+        begins_without=config.adapter is not None and config.adapter.path is None and not config.adapter.save_modules,
     )
     problems = Problems()
     if config.model.head is not None and given is None and (wanted is None or wanted.use == kind.name):

@@ -116,6 +116,8 @@ def test_scores(jsonl: Jsonl, tmp_path: Path, tokenizer: Any) -> None:
     assert np.array_equal(first, second)
     with pytest.raises(DataError, match="field 'score' holds str, no number"):
         list(documents(config(jsonl([{"messages": chat, "score": "high"}], "bad.jsonl"), None, "scored")))
+    with pytest.raises(DataError, match=r"no field 'score'; its fields are messages, rating; set data\.columns"):
+        list(documents(config(jsonl([{"messages": chat, "rating": 1}], "none.jsonl"), None, "scored")))
 
 
 def test_long_rows_are_not_split(jsonl: Jsonl, tmp_path: Path, tokenizer: Any) -> None:
@@ -135,6 +137,15 @@ def test_other_labels_are_another_store(jsonl: Jsonl, tmp_path: Path, tokenizer:
     turned = Labels(SINGLE.kind, 3, SINGLE.names[::-1])
     second = prepare(config(path, turned), tokenizer, tmp_path / "store", 0)
     assert (first.values["label"].tolist(), second.values["label"].tolist()) == ([0], [2])
+
+
+def test_other_labels_of_words_are_another_store(jsonl: Jsonl, tmp_path: Path, tokenizer: Any) -> None:
+    path, found = jsonl([{"words": ["quick", "fox"], "labels": ["bad", "good"]}]), list[list[int]]()
+    for names in (SINGLE.names, SINGLE.names[::-1]):
+        made = config(path, Labels(SINGLE.kind, 3, names), "labeled_words")
+        labels = prepare(made, tokenizer, tmp_path / "store", 0).values["word_labels"]
+        found.append(labels[labels > 0].tolist())
+    assert found == [[1, 3], [3, 1]]
 
 
 def test_what_labels_are_must_be_known() -> None:

@@ -18,10 +18,10 @@ from meshwright.errors import DataError
 Jsonl = Callable[..., str]
 
 
-def config(path: str, format: str = "preference", unpairs: bool = False, **changes: Any) -> DataConfig:
+def config(path: str, format: str = "preference", unpairs: bool = False, whole: bool = False, **changes: Any) -> DataConfig:
     made = DataConfig.model_validate({"files": [path], "sequence_length": 128, "eval_fraction": 0.0, **changes})
     formats = ("preference", "unpaired_preference") if unpairs else (format,)
-    assert not made.read_as(Wanted("preference", formats, unpairs))
+    assert not made.read_as(Wanted("preference", formats, unpairs, whole))
     return made
 
 
@@ -61,6 +61,16 @@ def test_texts_with_a_prompt_in_both(jsonl: Jsonl) -> None:
     found = next(documents(config(jsonl([row]))))
     assert found.messages == turns(("user", "Human: quick? Assistant: "), ("assistant", "fox"))
     assert found.second == turns(("user", "Human: quick? Assistant: "), ("assistant", "fondue"))
+
+
+def test_texts_of_turns_are_chats(jsonl: Jsonl) -> None:
+    shared = "\n\nHuman: quick?\n\nAssistant: box\n\nHuman: lazy?\n\nAssistant: I"
+    row = {"chosen": f"{shared} jump\n\nover: it", "rejected": f"{shared} am a dog"}
+    (found,) = documents(config(jsonl([row])))
+    assert found.messages == [*UNLEARNED, {"role": "assistant", "content": "I jump\n\nover: it"}]
+    assert found.second == [*UNLEARNED, {"role": "assistant", "content": "I am a dog"}]
+    with pytest.raises(DataError, match="field 'rejected' ends with a turn of the user"):
+        list(documents(config(jsonl([row | {"rejected": f"{shared}\n\nHuman: why?"}], "bad.jsonl"))))
 
 
 def test_other_names_and_a_system_column(jsonl: Jsonl) -> None:
@@ -115,10 +125,21 @@ def test_a_pair_that_is_too_long(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, p
         assert store.loss_mask[begin + first + 1 : end].any()
 
 
-def test_answers_that_are_alike_are_counted(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": "quick?", "chosen": "fox", "rejected": "fox"}, {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}]
-    store = prepare(config(jsonl(rows)), tokenizer, tmp_path / "store", 0)
-    assert (store.index.alike, store.index.documents, store.index.rows) == (1, 1, 2)
+@pytest.mark.parametrize("unpairs", [False, True])
+def test_answers_that_are_alike_are_counted(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, unpairs: bool) -> None:
+    good = {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}
+    made = config(jsonl([good | {"rejected": "fox"}, good, good]), unpairs=unpairs)
+    store = prepare(made, tokenizer, tmp_path / "store", 0)
+    assert (store.index.alike, store.index.documents, store.index.rows) == (1, 4 if unpairs else 2, 3)
+
+
+def test_no_reward_of_a_pair_whose_answers_are_cut_off(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
+    short = {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}
+    hopeless = {"prompt": "quick? " * 60, "chosen": "fox", "rejected": "dog"}
+    half = {"prompt": "quick?", "chosen": "fox " * 60, "rejected": "dog"}
+    made = config(jsonl([short, hopeless, half]), sequence_length=60, long_documents="truncate", whole=True)
+    store = prepare(made, tokenizer, tmp_path / "store", 0)
+    assert (store.index.documents, store.index.truncated, store.index.dropped, store.index.empty) == (2, 1, 1, 0)
 
 
 def test_each_answer_has_one_to_another_prompt_beside_it(jsonl: Jsonl) -> None:
@@ -128,6 +149,13 @@ def test_each_answer_has_one_to_another_prompt_beside_it(jsonl: Jsonl) -> None:
     assert [document.second[0]["content"] for document in found if document.second] == ["0?", "1?", "2?"]
     assert [document.second[-1]["content"] for document in found if document.second] == ["1!", "0!", "1!"]
     assert [float(document.values["label"]) for document in found] == [1, 0, 1]
+
+
+def test_rows_of_one_prompt_have_no_answer_of_it_beside_them(jsonl: Jsonl) -> None:
+    rows = [{"prompt": f"{n // 2}?", "completion": f"{n}!", "label": n % 2 == 0} for n in range(6)]
+    found = list(documents(config(jsonl(rows), unpairs=True)))
+    said = [document.second[-1]["content"] for document in found if document.second]
+    assert said == ["1!", "0!", "1!", "1!", "3!", "3!"]  # the first two have no row with another prompt before them
 
 
 def test_pairs_become_answers_by_themselves(jsonl: Jsonl) -> None:
@@ -149,6 +177,14 @@ WRONG = {
     "two kinds": ({"prompt": "quick?", "chosen": "fox", "rejected": BAD}, "both are texts, or both are lists"),
     "no prompt": ({"chosen": "fox", "rejected": "dog"}, "there is no field 'prompt'; a pair has one prompt"),
     "no prompt in chats": ({"chosen": GOOD, "rejected": BAD}, "begin with different messages"),
+    "half a prompt": (
+        {"prompt": turns(("system", "be lazy")) + ASKED, "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+        "field 'chosen' begins with a turn of the user, and not with the prompt in 'prompt'",
+    ),
+    "another prompt": (
+        {"prompt": "quick?", "chosen": ASKED + GOOD, "rejected": turns(("user", "lazy?")) + BAD},
+        "both answers begin with the whole prompt, or neither",
+    ),
     "no text": ({"prompt": 3, "chosen": "fox", "rejected": "dog"}, "field 'prompt' holds int, not text"),
     "nothing rejected": ({"prompt": "quick?", "chosen": "fox"}, "no field 'rejected'"),
 }

@@ -49,6 +49,12 @@ def test_advantages_of_a_group(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, sca
     np.testing.assert_array_equal(found[:, 3], found[:, 4])
 
 
+def test_a_certain_token_may_be_a_little_more_than_certain(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl([{**ROW, "old_log_probs": [1.2e-7, -1.5]}])
+    store = prepare(config(path), tokenizer, tmp_path / "store", 0)
+    assert store.values["old_log_probs"][3] == np.float32(1.2e-7)
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompt_ids": []}, "field 'prompt_ids' is empty"),
     "no answer": ({"completion_ids": []}, "field 'completion_ids' is empty"),

@@ -323,7 +323,8 @@ class _Documents:
                 except DataError as error:
                     self.bad.add(error)
                     continue
-                if found[0].second is not None and found[0].second == found[0].messages:
+                other = found[0].second if len(found) == 1 else found[1].messages  # answers of a pair may be by themselves
+                if other is not None and other == found[0].messages:
                     self.bad.alike += 1
                 else:
                     yield found

@@ -104,6 +104,9 @@ class RowReader:
         tensors = {**self.tensors, **({} if made else layout.columns(self._column))}
         read = (key for key in layout.required + layout.optional + layout.extra if key not in self.left_out)
         used = [*map(self._column, read), *(column.column or name for name, column in tensors.items())]
+        for key in layout.required:
+            if key in layout.values:
+                field_of(row, self._column(key), "columns")
         values = read_values(tensors, row) if tensors else {}
         refuse_duplicates(row)
         check_sound([row.values.get(column) for column in used], row.source)

@@ -5,6 +5,7 @@ another row (Ethayarajh et al., "KTO", arXiv 2402.01306, section 4.1: pairs of p
 Only the answers are learned.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, takewhile
@@ -21,6 +22,8 @@ __all__ = ["Preference", "answer", "check_label", "mismatched", "preference", "u
 
 Messages = list[dict[str, Any]]
 
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+
 
 class Preference(NamedTuple):
     """A prompt and two answers to it, as messages."""
@@ -34,7 +37,7 @@ def preference(row: Row, column: Callable[[str], str], prompt: str | None) -> Pr
     """Return the prompt of a row and its two answers.
 
     Each of ``prompt``, ``chosen`` and ``rejected`` is a text, or a list of messages. Without a prompt, it is what both answers
-    begin with; so it is where answers are whole chats.
+    begin with; so it is where answers are whole chats, or texts with the turns of ``Human:`` and ``Assistant:``.
 
     Args:
         row: the row.
@@ -51,6 +54,9 @@ def preference(row: Row, column: Callable[[str], str], prompt: str | None) -> Pr
     texts = not isinstance(given["chosen"], list)
     asked = None if prompt is None or row.values.get(prompt) is None else _said(row, prompt, "user", column)
     if texts and asked is None:
+        chats = {column(name): _transcript(text_of(row, column(name))) for name in given}
+        if all(chats.values()):
+            return preference(Row({**row.values, **chats}, row.source), column, None)
         asked = _shared_text(row, [text_of(row, column(name)) for name in given], column)
         cut = len(asked[0]["content"])
         chosen, rejected = ([{"role": "assistant", "content": text_of(row, column(name))[cut:]}] for name in given)
@@ -62,7 +68,15 @@ def preference(row: Row, column: Callable[[str], str], prompt: str | None) -> Pr
     whole = bool(shared) and shared[0]["role"] != "assistant"  # the chats repeat the prompt, which is beside them as text
     if asked is not None and not (isinstance(row.values[prompt or ""], str) and whole):
         begin = len(asked) if chosen[: len(asked)] == asked and rejected[: len(asked)] == asked else 0
-        return _answered(row, Preference(asked, chosen[begin:], rejected[begin:]), column)
+        found = _answered(row, Preference(asked, chosen[begin:], rejected[begin:]), column)
+        for name, said in (("chosen", found.chosen), ("rejected", found.rejected)):
+            if said[0]["role"] == "system" or said[0]["role"] == asked[-1]["role"] == "user":
+                raise DataError(
+                    "data.pairs",
+                    f"{row.source}: field {column(name)!a} begins with a turn of the {said[0]['role']}, and not with the "
+                    f"prompt in {prompt!a}; both answers begin with the whole prompt, or neither",
+                )
+        return found
     if chosen == rejected:  # the whole chats are alike: the last turn is the answer
         shared = shared[:-1]
     if not shared:
@@ -105,6 +119,18 @@ def _said(row: Row, field: str, role: str, column: Callable[[str], str]) -> Mess
     clean = [{name: part for name, part in message.items() if part is not None} for message in value]
     keys = column("role"), column("content"), "weight"
     return [message_of(one, *keys, f"{row.source}: field {field!a}, message {n}") for n, one in enumerate(clean, start=1)]
+
+
+def _transcript(text: str) -> Messages:
+    """Return the turns of a text as HH-RLHF writes them (Bai et al. 2022, arXiv 2204.05862); none: it is not written so.
+
+    As one text it would be parted within the answers: after the words that both begin with.
+    """
+    begin, *parts = _SPEAKER.split(f"\n\n{text.lstrip()}")
+    if begin or not {"Human", "Assistant"} <= {*parts[::2]}:
+        return []
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": "user" if who == "Human" else "assistant", "content": said.strip()} for who, said in turns]
 
 
 def _shared_text(row: Row, texts: Sequence[str], column: Callable[[str], str]) -> Messages:
@@ -151,11 +177,11 @@ def unpaired(document: Document) -> list[Document]:
 
 
 def mismatched(rows: Iterator[list[Document]], name: str) -> Iterator[Document]:
-    """Give each document a second one: its prompt, with the answer at the same place of the row before.
+    """Give each document a second one: its prompt, with the answer at the same place of the last row with another prompt.
 
     Args:
         rows: the documents of each row, each with a place where its answer begins. The first row gets the answers of the
-            second.
+            second; rows before which no row has another prompt get those of any other row.
         name: the source, for messages.
 
     Raises:
@@ -167,10 +193,15 @@ def mismatched(rows: Iterator[list[Document]], name: str) -> Iterator[Document]:
     second = next(rows, None)
     if second is None:
         raise DataError("data.pairs", f"data: {name} holds one row; the answer of another row is needed for a baseline")
-    before = second
+    before = others = second
     for row in chain([first, second], rows):
+        if _prompt(row[0]) != _prompt(before[0]) or others is row:
+            others = before
         for number, document in enumerate(row):
-            other = before[number % len(before)]
-            prompt, said = (document.messages or [])[: document.answer], (other.messages or [])[other.answer :]
-            yield replace(document, second=prompt + said)
+            other = others[number % len(others)]
+            yield replace(document, second=_prompt(document) + (other.messages or [])[other.answer :])
         before = row
+
+
+def _prompt(document: Document) -> Messages:
+    return (document.messages or [])[: document.answer]

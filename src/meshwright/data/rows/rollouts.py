@@ -20,6 +20,9 @@ __all__ = ["rollout", "with_advantages"]
 SMALLEST = 1e-4
 """What is added to the standard deviation of the rewards of a group, as TRL does."""
 
+ROUNDED = 1e-3
+"""By how much the log-probability of a certain token may be above 0: engines compute it as a difference of rounded numbers."""
+
 OLD, ADVANTAGES = "old_log_probs", "advantages"
 
 
@@ -51,7 +54,7 @@ def rollout(document: Document, row: Row, column: Callable[[str], str | None]) -
         if not any(mask):
             raise DataError("data.rollout", f"{row.source}: field {field!a} has no 1, so that nothing is learned")
     old = _values(row, str(column(OLD)), len(said))
-    if (old > 0).any():
+    if (old > ROUNDED).any():
         raise DataError(
             "data.rollout", f"{row.source}: field {column(OLD)!a} holds {old.max():g}; a log-probability is at most 0"
         )

@@ -122,6 +122,7 @@ def make_setup(
     from meshwright.models.objective import PRECOMPUTED, NextToken
     from meshwright.objectives.call import named, passes_before
     from meshwright.objectives.layouts import layout_problems
+    from meshwright.objectives.references import reference_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
     from meshwright.train.run_objective import make_objective
@@ -157,15 +158,8 @@ def make_setup(
     except (ConfigError, PartError) as error:
         problems.append(error)
     problems.extend(map(ConfigError, layout_problems(objective, layout, config.data.packing)))
-    if objective.reference is True and config.adapter is None:
-        problems.append(
-            ConfigError(
-                "objective.reference",
-                f"objective {named(objective)} needs the log-probabilities of a reference, the model with its adapters off; "
-                "set adapter, or data.tensors.reference_log_probs={per: token}, a column with them; or let the objective have "
-                "reference = 'precomputed'",
-            )
-        )
+    if unfit := reference_problems(objective, config.adapter):
+        problems.append(ConfigError(unfit))
     problems.extend(problems_of_parts(config))
     problems.extend(length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
