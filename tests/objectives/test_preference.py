@@ -1,5 +1,6 @@
 """Preferences: each loss as its paper has it, on every axis as in one process, planted bugs, and runs that learn."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +317,9 @@ def test_a_reference_needs_an_adapter() -> None:
     config = run_of("pack")
     with pytest.raises(ConfigError, match="no adapter is trained; legal are precomputed and none, or set adapter"):
         Preference(reference="adapter_off").begin(tiny_model(), facts(config))  # type: ignore[arg-type]
+
+
+def test_a_column_stands_beside_no_other_reference() -> None:
+    told = replace(facts(run_of("pack"), adapter=True), begins_without=True)
+    with pytest.raises(ConfigError, match="reference_log_probs gives the values of another; leave one of them out"):
+        Preference(reference="adapter_off").begin(tiny_model(), told)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import meshwright as mw
 from meshwright.audit.conduct import audit
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.models.weights.source import PLACES, fingerprint
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import introduce, prepare_run
 from meshwright.train.start.reference_values import reference_values
@@ -133,6 +134,15 @@ def test_another_model_is_noticed(tmp_path: Path) -> None:
     train(config)
     assert len(values_of(config)) == 2
     assert ratios(config)[-2] < 1e-6  # before its only step
+
+
+def test_weights_that_differ_between_the_ends_of_a_file_are_others(tmp_path: Path) -> None:
+    file, found = tmp_path / "model.safetensors", []
+    for inside in (b"a", b"b"):
+        file.write_bytes(bytes(2**21) + inside * 2**16 + bytes(2**21))
+        found.append((fingerprint([file]), fingerprint([file], within=PLACES)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
 
 
 def save(folder: Path, seed: int) -> None:

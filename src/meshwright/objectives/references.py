@@ -20,12 +20,15 @@ def reference_of(wanted: str | None, run: RunFacts) -> bool | Literal["precomput
         run: facts of the run.
 
     Raises:
-        ConfigError: it is the model without its adapter, and there is none.
+        ConfigError: it is the model without its adapter, and there is none, or the data have a column of a reference.
     """
     chosen = wanted or ("adapter_off" if run.adapter and run.begins_without else "precomputed")
     if chosen == "adapter_off" and not run.adapter:
         said = "training.objective.with.reference=adapter_off: no adapter is trained"
         raise ConfigError("objective.reference", f"{said}; legal are precomputed and none, or set adapter")
+    if wanted == "adapter_off" and REFERENCE in run.columns:
+        said = f"training.objective.with.reference=adapter_off: data.tensors.{REFERENCE} gives the values of another"
+        raise ConfigError("objective.reference", f"{said}; leave one of them out")
     given_by_rows = REFERENCE in run.columns and wanted is None
     return PRECOMPUTED if chosen == PRECOMPUTED and not given_by_rows else True
 

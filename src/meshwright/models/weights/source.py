@@ -12,10 +12,13 @@ from meshwright.models.heads import ENDINGS, of_task
 from meshwright.models.model_config import ModelConfig
 from meshwright.paths import mistaken, no_directory
 
-__all__ = ["facts", "fingerprint", "refuse_untrainable"]
+__all__ = ["PLACES", "facts", "fingerprint", "refuse_untrainable"]
 
 ENDS = 2**20
 """Bytes of each end of a file that :func:`fingerprint` reads."""
+
+PLACE, PLACES = 4096, 512
+"""Bytes of a place within a file, and how many of them tell one model from another that was exported to the same path."""
 
 _WHOLE = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|h5|msgpack|gguf|npz)")
@@ -208,8 +211,13 @@ def facts(files: list[Path]) -> dict[str, Any]:
     return {"generation_config": _generation(files[0].parent), "dtype": most, "other_dtypes": others}
 
 
-def fingerprint(files: list[Path]) -> str:
-    """Return a digest of weights: of the names, sizes and both ends of their files, so that large ones take no time."""
+def fingerprint(files: list[Path], *, within: int = 0) -> str:
+    """Return a digest of weights: of the names, sizes and both ends of their files, so that large ones take no time.
+
+    Args:
+        files: the files.
+        within: how many places between the ends of each are read too. A tensor that has more than this share of a file is seen.
+    """
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size
@@ -218,6 +226,9 @@ def fingerprint(files: list[Path]) -> str:
             digest.update(content.read(ENDS))
             content.seek(max(0, size - ENDS))
             digest.update(content.read(ENDS))
+            for place in range(within):
+                content.seek(size * (2 * place + 1) // (2 * within))
+                digest.update(content.read(PLACE))
     return digest.hexdigest()[:32]
 
 

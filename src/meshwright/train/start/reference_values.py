@@ -98,13 +98,15 @@ def reference_values(setup: RunSetup, store: "TokenStore") -> ReferenceValues | 
 def model_facts(setup: RunSetup) -> dict[str, Any]:
     """Return what the model of a run is as it begins: what decides what it says of tokens, and no layout."""
     from meshwright.models.weights.build import weight_files
-    from meshwright.models.weights.source import fingerprint
+    from meshwright.models.weights.source import PLACES, fingerprint
 
     config, adapter = setup.config, setup.config.adapter
     path = None if adapter is None else adapter.path
+    files = [] if path is None else sorted(Path(path).expanduser().glob("*.safetensors"))
+    own = fingerprint(weight_files(config.model), within=PLACES) if config.model.path else f"seed {config.training.seed}"
     return {
-        "weights": fingerprint(weight_files(config.model)) if config.model.path else f"seed {config.training.seed}",
-        "adapter": None if path is None else fingerprint(sorted(Path(path).expanduser().glob("*.safetensors"))),
+        "weights": own,
+        "adapter": None if path is None else fingerprint(files, within=PLACES),
         "base": None if adapter is None else adapter.base,
         "config": _digest(_plain(plain_config(setup.model))),
         "dtype": _dtype(config),

@@ -79,7 +79,7 @@ def check_teacher(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> str 
     """
     from meshwright.data.tokenizer import load_tokenizer, vocabulary_digest
     from meshwright.models.weights.build import check_files, weight_files
-    from meshwright.models.weights.source import fingerprint
+    from meshwright.models.weights.source import PLACES, fingerprint
 
     asked = setup.config.teacher
     if asked is None or setup.teacher is None:
@@ -105,7 +105,7 @@ def check_teacher(setup: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> str 
     with about_teacher():
         files = weight_files(setup.teacher.config.model)
         check_files(files, setup.teacher.model)
-    return fingerprint(files)
+    return fingerprint(files, within=PLACES)
 
 
 def teacher_bytes(setup: RunSetup) -> int:
