@@ -189,7 +189,10 @@ class Writer:
             self._add(document, ids if self.whole or ids[-1:] == [eos] else [*ids, eos], None)
 
     def _add_pair(self, document: Document, members: list[tuple[list[int], list[bool]]]) -> None:
-        """Append the tokens of a pair. If it is too long, both members are cut, or it is left out: no answer is lost."""
+        """Append the tokens of a pair. If it is too long, both members are cut.
+
+        It is left out if one has no answer then, or both have the same.
+        """
         first, second = (len(ids) for ids, _ in members)
         room = self.sequence_length
         begin = min(first, max(room - second, room // 2))
@@ -198,10 +201,12 @@ class Writer:
         if self.whole and first + second > room:  # no mask says where answers begin: they do where the members differ
             alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*(ids for ids, _ in members), strict=False)))
             shown = [count > alike for count in kept]
+        first_left, second_left = (ids[:count] for (ids, _), count in zip(members, kept, strict=True))
+        differ = first + second <= room or first_left != second_left
         ids = [token for tokens, _ in members for token in tokens]
         mask = [mark and place > 0 for _, marks in members for place, mark in enumerate(marks)]
         places = [*range(kept[0]), *range(first, first + kept[1])]
-        self._add(document, ids, mask, places if all(shown) else [], kept[0])
+        self._add(document, ids, mask, places if all(shown) and differ else [], kept[0])
 
     def _add(
         self, document: Document, ids: list[int], mask: list[bool] | None, places: Sequence[int] | None = None, second: int = 0

@@ -125,6 +125,13 @@ def test_a_pair_that_is_too_long(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, p
         assert store.loss_mask[begin + first + 1 : end].any()
 
 
+def test_a_pair_whose_answers_are_alike_once_they_are_cut(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
+    long = {"prompt": "quick?", "chosen": "fox " * 60 + "box", "rejected": "fox " * 60 + "dog"}
+    made = config(jsonl([long, FORMS["texts"][0]]), sequence_length=60, long_documents="truncate")
+    store = prepare(made, tokenizer, tmp_path / "store", 0)
+    assert (store.index.truncated, store.index.dropped, store.index.documents) == (0, 1, 1)
+
+
 @pytest.mark.parametrize("unpairs", [False, True])
 def test_answers_that_are_alike_are_counted(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, unpairs: bool) -> None:
     good = {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}
