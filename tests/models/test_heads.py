@@ -100,7 +100,8 @@ def test_files_of_another_head_are_refused(tmp_path: Path) -> None:
         filled(path=str(tmp_path / "saved"), head={"kind": "token_classification", "num_labels": 2})
     with refuses(ModelError, "model.weights.mismatch") as caught:
         filled(path=str(tmp_path / "saved"), head={"kind": "sequence_classification", "num_labels": 3})
-    assert "score.weight" in str(caught.value)
+    assert "score.weight: shape (2, 16) in the files" in str(caught.value)
+    assert "; set model.head.num_labels=2" in str(caught.value)
     with refuses(ModelError, "generate.directory") as caught:
         generate(tmp_path / "saved", "text", 3)
     assert "generates no text" in str(caught.value)

@@ -33,6 +33,7 @@ __all__ = [
     "kind_named",
     "of_other_head",
     "of_task",
+    "other_labels",
     "task_of",
     "with_labels",
     "with_outputs_of_tokens",
@@ -65,6 +66,12 @@ def of_task(kind: str, config: type) -> bool:
         "token_classification": transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     }
     return config in mappings[kind]
+
+
+def other_labels(name: str, shape: Sequence[int]) -> str:
+    """Return the end of a message about a parameter of another shape in the files: what to set if it is that of a head."""
+    own = name.rpartition(".")[0].rpartition(".")[2] in ("score", "classifier")
+    return f"; set model.head.num_labels={shape[0]}" if own else ""
 
 
 def task_of(model: "nn.Module") -> str | None:

@@ -272,9 +272,8 @@ def check_files(files: list[Path], model: "nn.Module") -> None:
                 for name in content.keys():  # noqa: SIM118 (not a dict)
                     shape = tuple(content.get_slice(name).get_shape())
                     if shapes.get(name, shape) != shape:
-                        problems.add(
-                            "model.weights.mismatch", f"{file.name}: {name} has shape {shape}, the model has {shapes[name]}"
-                        )
+                        said = f"{file.name}: {name} has shape {shape}, the model has {shapes[name]}"
+                        problems.add("model.weights.mismatch", f"{said}{heads.other_labels(name, shape)}")
         except SafetensorError as error:
             problems.add("model.weights.files", f"{file}: truncated or not safetensors: {error}")
     if problems:
@@ -333,9 +332,9 @@ def materialize(
     problems = [
         Refusal("model.weights.mismatch", f"{name}: not in the files") for name in report.missing if not within(name, elsewhere)
     ]
+    said = "{}: shape {} in the files, {} in the model{}"
     problems += [
-        Refusal("model.weights.mismatch", f"{name}: shape {theirs} in the files, {ours} in the model")
-        for name, theirs, ours in report.mismatched
+        Refusal("model.weights.mismatch", said.format(*one, heads.other_labels(one[0], one[1]))) for one in report.mismatched
     ]
     problems += [Refusal("model.weights.mismatch", line) for line in report.errors]
     unknown = [name for name in report.unexpected if not within(name, elsewhere)]
