@@ -275,7 +275,7 @@ def mask_off_by_one(trainer: RankTrainer) -> None:
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (mean_over_microbatches, "the gradient of"),
+        (mean_over_microbatches, "weighs the microbatches of the ranks by"),
         (pairs_of_a_rank, "weighs the microbatches of the ranks by"),
         (pair_split_over_ranks, "is no weighted sum of the gradients of the microbatches"),
         (reference_not_detached, "lacks microbatch 1, 2 of 2"),
@@ -304,6 +304,7 @@ def test_odds_of_an_answer_that_is_certain(values: tuple[float, float]) -> None:
     ("arguments", "words"),
     [
         ({"loss_type": "dpo", "simpo_gamma": 1.0}, "simpo_gamma=1.0: applies to loss_type simpo, and not to dpo"),
+        ({"loss_type": "kto"}, "loss_type=kto is the class Kto"),
         ({"loss_type": "orpo", "label_smoothing": 0.1}, "label_smoothing=0.1: applies to loss_type dpo, cpo, simpo"),
         ({"loss_type": "cpo", "reference": "none"}, "reference=none: applies to loss_type dpo, ipo, hinge, kto"),
     ],
@@ -315,7 +316,7 @@ def test_arguments_of_another_loss(arguments: dict[str, Any], words: str) -> Non
 
 def test_a_reference_needs_an_adapter() -> None:
     config = run_of("pack")
-    with pytest.raises(ConfigError, match="no adapter is trained; legal are precomputed and none, or set adapter"):
+    with pytest.raises(ConfigError, match="no adapter is trained; legal is precomputed or none, or set adapter"):
         Preference(reference="adapter_off").begin(tiny_model(), facts(config))  # type: ignore[arg-type]
 
 

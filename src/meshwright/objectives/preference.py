@@ -103,6 +103,8 @@ class Preference(Shipped):
             "simpo_gamma": (simpo_gamma, ("simpo",)),
         }
         problems = Problems()
+        if loss_type == "kto" and not isinstance(self, Kto):
+            problems.add("config.part.arguments", "Preference: loss_type=kto is the class Kto, in the same module")
         for key, (value, kinds) in given_to.items():
             if value is not None and loss_type not in kinds:
                 said = f"training.objective.with.{key}={value}: applies to loss_type {', '.join(kinds)}, and not to {loss_type}"
@@ -127,7 +129,7 @@ class Preference(Shipped):
             ConfigError: it is the model without its adapter, and there is none.
         """
         self.relative = self.loss_type in WITH_REFERENCE and self.wants != "none"
-        self.reference = self.relative and reference_of(self.wants, run)
+        self.reference = self.relative and reference_of(self.wants, run, "precomputed or none")
 
     # -- what is computed from --------------------------------------------------------------------------------------------
 

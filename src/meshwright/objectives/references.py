@@ -11,13 +11,14 @@ from meshwright.objectives.invented import REFERENCE
 __all__ = ["reference_of", "reference_problems"]
 
 
-def reference_of(wanted: str | None, run: RunFacts) -> bool | Literal["precomputed"]:
+def reference_of(wanted: str | None, run: RunFacts, legal: str = "precomputed") -> bool | Literal["precomputed"]:
     """Return the attribute :attr:`~meshwright.objectives.Objective.reference` of an objective that needs a reference.
 
     Args:
         wanted: ``adapter_off``, ``precomputed``, or ``None``: a column of the data if there is one, or else the first if a
             new adapter alone is trained, or else the second.
         run: facts of the run.
+        legal: what the objective may have without an adapter, for the message.
 
     Raises:
         ConfigError: it is the model without its adapter, and there is none, or the data have a column of a reference.
@@ -25,7 +26,7 @@ def reference_of(wanted: str | None, run: RunFacts) -> bool | Literal["precomput
     chosen = wanted or ("adapter_off" if run.adapter and run.begins_without else "precomputed")
     if chosen == "adapter_off" and not run.adapter:
         said = "training.objective.with.reference=adapter_off: no adapter is trained"
-        raise ConfigError("objective.reference", f"{said}; legal are precomputed and none, or set adapter")
+        raise ConfigError("objective.reference", f"{said}; legal is {legal}, or set adapter")
     if wanted == "adapter_off" and REFERENCE in run.columns:
         said = f"training.objective.with.reference=adapter_off: data.tensors.{REFERENCE} gives the values of another"
         raise ConfigError("objective.reference", f"{said}; leave one of them out")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["EXTRAS", "FORMATS", "MEMBER", "PLAIN", "TAKEN", "Format", "TensorColumn"]
+__all__ = ["EXTRAS", "FORMATS", "MEMBER", "PLAIN", "ROUTED_EXPERTS", "TAKEN", "Format", "TensorColumn"]
 
 EXTRAS = ("tools", "documents", "chat_template_kwargs")
 """Columns that any chat may have: arguments of the chat template."""
