@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from meshwright.device import backend, claim, is_accelerator
 from meshwright.distributed import _torch_compat
-from meshwright.errors import ConfigError, UnsupportedError, described
+from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError, described
 
 __all__ = [
     "RECORDED",
@@ -21,10 +22,13 @@ __all__ = [
     "check_collectives",
     "distributed_environment",
     "end_openmp_threads",
+    "from_rank_0",
     "is_communication",
     "process_group",
     "whole_number",
 ]
+
+T = TypeVar("T")
 
 RECORDED = "2000"
 """Collectives that torch's flight recorder keeps, for the report of ranks that hang."""
@@ -127,6 +131,34 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
 def is_communication(error: BaseException) -> bool:
     """Whether an error comes from a collective. Another rank may then be the cause, by what it did or did not do."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
+
+def from_rank_0(
+    work: Callable[[], T], failed: Callable[[Exception], MeshwrightError], group: dist.ProcessGroup | None = None
+) -> T:
+    """Return on all ranks what a function returns on rank 0, which alone calls it. All ranks make this call.
+
+    Args:
+        work: the function; what it returns can be pickled.
+        failed: returns the error of an exception that is not Meshwright's own.
+        group: all ranks; ``None``: the default group.
+
+    Raises:
+        MeshwrightError: on all ranks, what it raised on rank 0. Whatever that was, the others do not wait in vain.
+    """
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [work()]
+        except MeshwrightError as error:
+            outcome = [error]
+        except Exception as error:
+            outcome = [failed(error)]
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if isinstance(outcome[0], MeshwrightError):
+        raise outcome[0]
+    found: T = outcome[0]
+    return found
 
 
 def check_collectives(kinds: Iterable[str], device: torch.device) -> None:

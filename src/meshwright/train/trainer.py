@@ -13,7 +13,8 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.data.scores import Scores
 from meshwright.data.store import TokenStore
 from meshwright.device import memory_in_use
-from meshwright.errors import MeshwrightError, StoppedError
+from meshwright.distributed.process_group import from_rank_0
+from meshwright.errors import ModelError, StoppedError, described
 from meshwright.models.objective import PRECOMPUTED, Batch
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.train import evaluation
@@ -134,16 +135,10 @@ class Trainer(StepEngine):
         """Return where the values of the reference are, or will be; ``None``: the objective needs none. All ranks call it."""
         if setup.objective.reference != PRECOMPUTED:
             return None
-        found: list[Any] = [None]
-        if dist.get_rank() == 0:  # one rank reads the ends of the weights
-            try:
-                found = [reference_values(setup, store)]
-            except MeshwrightError as error:
-                found = [error]
-        dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], MeshwrightError):
-            raise found[0]
-        return found[0]
+        # One rank reads the ends of the weights.
+        return from_rank_0(
+            lambda: reference_values(setup, store), lambda error: ModelError("model.path", f"the reference: {described(error)}")
+        )
 
     def with_reference(self, store: TokenStore) -> TokenStore:
         """Return the tokens with what the reference says of them; if it is not there yet, the model as it is computes it."""

@@ -20,7 +20,8 @@ from meshwright.data.rows.columns import TensorColumn
 from meshwright.data.scores import EveryToken, Scores, Split, join_parts, part_file
 from meshwright.data.store import TokenStore
 from meshwright.distributed.context.sequences import join_sequences
-from meshwright.errors import DataError, MeshwrightError, Refusal, described, number_of
+from meshwright.distributed.process_group import from_rank_0
+from meshwright.errors import DataError, Refusal, described, number_of
 from meshwright.files import honour_umask, put_in_place
 from meshwright.models.objective import Batch
 from meshwright.objectives import given
@@ -224,19 +225,7 @@ def _unwritten(directory: Path, why: str) -> Refusal:
 
 
 def _on_rank_0(group: dist.ProcessGroup, directory: Path, work: Callable[[], str]) -> str:
-    """Return on all ranks what rank 0 returns; what it raises is raised on all."""
-    outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [work()]
-        except MeshwrightError as error:
-            outcome = [error]
-        except Exception as error:  # whatever it was, the other ranks must not wait in vain
-            outcome = [DataError([_unwritten(directory, described(error, directory))])]
-    dist.broadcast_object_list(outcome, src=0, group=group)
-    if isinstance(outcome[0], MeshwrightError):
-        raise outcome[0]
-    return str(outcome[0])
+    return from_rank_0(work, lambda error: DataError([_unwritten(directory, described(error, directory))]), group)
 
 
 def _temporary(directory: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.checkpoint.directory import complete, damage, damage_in_brief, latest, newest, read_meta, set_aside
+from meshwright.distributed.process_group import from_rank_0
 from meshwright.errors import CheckpointError, Refusal, described
 from meshwright.paths import no_directory
 from meshwright.train.config import RunConfig
@@ -93,21 +94,21 @@ def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | Non
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=2))
     while checkpoint is not None and (damages := damage(checkpoint, patient)):
         _refuse(checkpoint, config.checkpoint.resume, damages)
-        outcome: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                _set_aside(checkpoint, damages, say)
-                pass_over_damaged(config, say)
-                outcome = [checkpoint_to_resume(config)]
-            except CheckpointError as error:
-                outcome = [error]
-            except Exception as error:  # whatever it was, the other ranks must not wait in vain
-                outcome = [CheckpointError("checkpoint.unreadable", f"{checkpoint}: {described(error)}")]
-        dist.broadcast_object_list(outcome, src=0, group=patient)
-        if isinstance(outcome[0], CheckpointError):
-            raise outcome[0]
-        checkpoint = outcome[0]
+        checkpoint = _in_place_of(checkpoint, damages, config, say, patient)
     return checkpoint
+
+
+def _in_place_of(checkpoint: Path, damages: list[str], config: RunConfig, say: Say, group: dist.ProcessGroup) -> Path | None:
+    """Set a damaged checkpoint aside, and return the one to resume from. Collective."""
+
+    def another() -> Path | None:
+        _set_aside(checkpoint, damages, say)
+        pass_over_damaged(config, say)
+        return checkpoint_to_resume(config)
+
+    return from_rank_0(
+        another, lambda error: CheckpointError("checkpoint.unreadable", f"{checkpoint}: {described(error)}"), group
+    )
 
 
 def _refuse(checkpoint: Path, resume: str, damages: list[str]) -> None:
