@@ -77,7 +77,7 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: Path
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         if group:
-            _torch_compat.one_gloo_worker()
+            _torch_compat.mend_gloo()
             dist.init_process_group(
                 "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
             )

@@ -1,8 +1,13 @@
 """Gloo groups run their collectives in one thread: two corrupt the heap (docs/upstream.md)."""
 
+import hashlib
 import socket
+import subprocess
+import sys
 import tempfile
+import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed._torch_compat import process_groups
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.mesh import adopt_mesh, build_mesh
 from meshwright.distributed.process_group import process_group
@@ -89,8 +95,8 @@ def test_a_mesh_does_not_take_a_default_group_with_two_threads() -> None:
 
 def test_what_torch_honours_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_rank(rank: int) -> None:
-        _torch_compat.one_gloo_worker()
-        _torch_compat.one_gloo_worker()
+        _torch_compat.mend_gloo()
+        _torch_compat.mend_gloo()
         gloo = dist.ProcessGroupGloo
         for named, devices in (("", 1), ("lo", 1), ("lo,lo", 2)):
             monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
@@ -108,3 +114,66 @@ def test_what_torch_honours_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None
         assert isinstance(gloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=9)), gloo)
 
     run_ranks(on_rank, 1, group=False)
+
+
+ENDS = """
+import os, sys, tempfile
+import torch
+import torch.distributed as dist
+from meshwright.distributed.mesh import build_mesh
+from meshwright.layout import Layout
+
+def rank_of_two(rank, path):
+    global mesh, total  # they are freed after the interpreter began to end
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    mesh = build_mesh(Layout(), "cpu")
+    mesh.sum(torch.zeros(()))
+    for thread in set(map(int, os.listdir("/proc/self/task"))) - {os.getpid()}:
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))  # they run when nobody else wants the core
+    total = mesh.sum(torch.ones(()))
+    dist.destroy_process_group()
+    sys.exit(0)
+
+def fork(function, *args):
+    process = os.fork()
+    if process == 0:
+        function(*args)
+    return process
+
+def compute():
+    while os.getppid() == parent:
+        pass
+    os._exit(0)
+
+parent, codes = os.getpid(), []
+busy = [fork(compute) for _ in range(os.cpu_count())]
+for _ in range(60):
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [fork(rank_of_two, rank, folder + "/store") for rank in range(2)]
+        codes += [os.waitpid(process, 0)[1] for process in ranks]
+print(codes)
+assert not any(codes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="nothing tells which threads run")
+def test_a_process_waits_for_threads_that_run_but_not_for_long() -> None:
+    # Without the interpreter's lock, as threads of gloo run.
+    def compute(rounds: int) -> threading.Thread:
+        thread = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha512", b"word", b"salt", rounds), daemon=True)
+        thread.start()
+        return thread
+
+    short = compute(50_000)
+    process_groups._wait_for_threads(60)
+    assert not short.is_alive()
+    long = compute(3_000_000)
+    process_groups._wait_for_threads(0.1)
+    assert long.is_alive()
+    long.join()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are slowed down by Linux's scheduler")
+def test_a_process_ends_well_while_a_thread_of_gloo_still_holds_a_tensor() -> None:
+    subprocess.run([sys.executable, "-c", ENDS], check=True, timeout=300)

@@ -92,7 +92,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
             "no process group: start one first (torch.distributed.init_process_group, or `meshwright train`)",
         )
     _torch_compat.check()
-    _torch_compat.one_gloo_worker()
+    _torch_compat.mend_gloo()
     layout = layout.resolve(dist.get_world_size())
     if device_type is None:
         device_type = default_kind()
@@ -137,7 +137,7 @@ def adopt_mesh(
             "layout.device_mesh",
             f"device_mesh: has {device_mesh.size()} of {world} ranks; legal is a mesh over all of them, with names",
         )
-    _torch_compat.one_gloo_worker()
+    _torch_compat.mend_gloo()
     roles = (replicate, shard, tp)
     if names == AXES and roles == ("dp_replicate", "dp_shard_cp", "tp"):
         layout = Layout(**dict(zip(AXES, device_mesh.mesh.shape, strict=True)))

@@ -111,7 +111,7 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
     """
     adopt_slurm()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
-    _torch_compat.one_gloo_worker()
+    _torch_compat.mend_gloo()
     device, backends = claim(kind, whole_number("LOCAL_RANK", 0)), backend(kind)
     if "RANK" in os.environ:
         _check_torchrun()

@@ -145,7 +145,7 @@ class FSDP2Manager:
                 warnings.warn(f"FSDP2Manager({shown}): there is one process, so nothing is set up", stacklevel=4)
             return
         if not dist.is_initialized():
-            _torch_compat.one_gloo_worker()
+            _torch_compat.mend_gloo()
             dist.init_process_group(self.backend or backend(default_kind()))
         if self.device_mesh is None:
             made = self._get_device_mesh()

@@ -133,7 +133,7 @@ def _join(seat: WorkerPlace) -> None:
     claim(seat.kind, seat.rank)
     # torch warns that in-place operations on a unit's output may break gradients. The audit compares these gradients anyway.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    _torch_compat.one_gloo_worker()
+    _torch_compat.mend_gloo()
     dist.init_process_group(
         backend(seat.kind),
         init_method=f"file://{seat.folder / 'store'}",

@@ -1,10 +1,14 @@
 """Process groups and meshes: gloo's threads, timeouts, stores, and records of the flight recorder."""
 
+import atexit
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +29,7 @@ __all__ = [
     "group_of_call",
     "group_ranks",
     "inherit_timeout",
-    "one_gloo_worker",
+    "mend_gloo",
     "reduce_scatter_single",
     "shared_groups",
 ]
@@ -37,8 +41,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public in torch 2.14
 
 
-def one_gloo_worker() -> None:
-    """Make all gloo groups that are created from now on use one thread instead of two. Idempotent.
+def mend_gloo() -> None:
+    """Keep this process from two defects of gloo (docs/upstream.md). Idempotent.
+
+    All groups that are created from now on use one thread instead of two, and the process ends when they are idle.
 
     Both threads of a group write the name of the last collective into one string without a lock. A name of over 15 letters
     (functional all-gathers, which DTensor uses) is stored on the heap, and the heap gets corrupted once in some thousand jobs
@@ -65,6 +71,29 @@ def one_gloo_worker() -> None:
 
     create_with_one_thread._meshwright = create  # type: ignore[attr-defined]
     gloo.__init__ = create_with_one_thread
+    atexit.register(_wait_for_threads)
+
+
+def _wait_for_threads(seconds: float = 1.0) -> None:
+    """Wait until no other thread of this process runs, or until some seconds are over.
+
+    A thread of gloo lets go of the tensors of a collective after it has woken the caller. If the interpreter ends in between,
+    the thread owns a Python object that it cannot free, and aborts the process. Other threads may compute for longer.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.001)  # also lets threads run that wait for the interpreter
+        if not any(map(_runs, Path("/proc/self/task").glob("*"))):  # none where there is no /proc
+            return
+
+
+def _runs(thread: Path) -> bool:
+    """Whether another thread than this one computes, or would if it had a core."""
+    try:
+        state = (thread / "stat").read_text().rpartition(")")[2].split()[0]  # the name before it may have spaces
+    except OSError:
+        return False  # it has ended
+    return state == "R" and thread.name != str(threading.get_native_id())
 
 
 def _has_two_gloo_threads(group: dist.ProcessGroup) -> bool:
@@ -130,7 +159,7 @@ def shared_groups() -> Iterator[None]:
             elif whole and in_layers:
                 known[key] = dist.new_group(list(range(world)), group_desc=f"mesh_{name}").group_name
             elif whole and _has_two_gloo_threads(distributed_c10d._get_default_group()):
-                # torch would take the default group, which its caller created before `one_gloo_worker` was called.
+                # torch would take the default group, which its caller created before `mend_gloo` was called.
                 known[key] = dist.new_group(group_desc="mesh_default").group_name
             else:
                 known[key] = make(axis, ranks, name, backend)
