@@ -27,7 +27,7 @@ _HOMES = {
     "SyncPolicy": "plan.given.options",
     "UnitRule": "plan.given.spec",
     "build_mesh": "distributed.mesh",
-    "clip_grad_norm_": "distributed.grad_clip",
+    "clip_grad_norm_": "distributed.update.grad_clip",
     "context_parallel": "distributed.context.sequences",
     "get_parallelization_strategy": "models.specs.registry",
     "parallelize": "distributed.conductor",

@@ -21,7 +21,7 @@ from meshwright.checkpoint.staging import HostCopies
 from meshwright.device import Ability, able, memory_in_use, rng_state
 from meshwright.errors import MeshwrightError
 from meshwright.models.weights.initial_values import initialize
-from meshwright.plan.show.explain import human_bytes
+from meshwright.plan.show.summary import human_bytes
 from meshwright.ranks.pool import Pool
 from meshwright.train.config import OptimizerConfig, RunConfig
 from meshwright.train.host import host_lines

@@ -107,7 +107,7 @@ def lost_microbatch(trainer: RankTrainer) -> None:
 
 def local_clipping(trainer: RankTrainer) -> None:
     """Each rank clips by the norm of its own shards."""
-    from meshwright.distributed.grad_clip import total_grad_norm
+    from meshwright.distributed.update.grad_clip import total_grad_norm
 
     def clip() -> torch.Tensor:
         shards = [p.grad.to_local() for p in trainer.model.parameters() if isinstance(p.grad, DTensor)]

@@ -13,11 +13,11 @@ from meshwright.audit.decay import plain_groups, to_be_decayed
 from meshwright.audit.ready import SMOOTH_EPS, make_ready
 from meshwright.checkpoint.state import initialize_optimizer, optimizer_tensors
 from meshwright.errors import ConfigError, PartError
+from meshwright.plan.cost.price import totals
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import OptimizerConfig, RunConfig, load_config
 from meshwright.train.engine.guard import Guard
-from meshwright.train.host import host_lines
 from meshwright.train.optimizer import SHARE, SeveralOptimizers, build_optimizer, check_parts, set_learning_rate
 from meshwright.train.schema.optimizer_config import OptimizerGroup
 from meshwright.train.start.processes import adapted
@@ -76,11 +76,11 @@ def test_plan_and_optimizer_have_them(tmp_path: Path) -> None:
         UP: ((0.7, 0.9), None, False),
         OTHER: (None, None, None),
     }
-    assert rows[EMBEDDING].update == "yes, betas 0.5 0.8, eps 1e-05"
-    assert rows[UP].update == "0.3, betas 0.7 0.9, not fused"
+    assert rows[EMBEDDING].decay_and_rate == "yes, betas 0.5 0.8, eps 1e-05"
+    assert rows[UP].decay_and_rate == "0.3, betas 0.7 0.9, not fused"
     assert ShardingPlan.from_json(setup.plan.to_json()) == setup.plan
     assert rows[EMBEDDING].to_dict()["betas"] == (0.5, 0.8)
-    assert not {"betas", "eps", "fused", "optimizer"} & rows[OTHER].to_dict().keys()  # as in plans without such groups
+    assert not {"betas", "eps", "fused"} & rows[OTHER].to_dict().keys()  # as in plans without such groups
     optimizer = build_optimizer(setup.model, setup.config.optimizer, setup.plan.parameters)
     found = settings_of(setup, optimizer, "betas", "eps", "weight_decay", SHARE)
     assert found[EMBEDDING] == ((0.5, 0.8), 1e-5, 0.1, 1.0)
@@ -137,11 +137,17 @@ def test_the_parameters_are_those_of_plain_torch(tmp_path: Path) -> None:
         ({"eps": 0}, {}, "groups.0.eps"),
         ({"decay": ["**.norm"]}, {}, "has decay; it lists patterns of the whole model: set optimizer.decay, or weight_decay"),
         ({"no_decay": ["**.norm"]}, {}, "has no_decay; it lists patterns of the whole model"),
-        ({"kind": "lion"}, {}, "groups.0.kind"),
-        ({"kind": "adamw", "use": "torch.optim:SGD"}, {}, "has kind, and use or with"),
-        ({"with": {"momentum": 0.9}}, {}, "has with, the arguments of use, and neither"),
-        ({"use": "torch.optim:SGD", "betas": [0.5, 0.6]}, {}, "has betas, which belongs to kind, and torch.optim:SGD"),
-        ({"eps": 1e-6}, {"use": "torch.optim:SGD"}, "has eps, which belongs to kind, and torch.optim:SGD; put it into with"),
+        ({"kind": "lamb"}, {}, "groups.0.kind"),
+        ({"kind": "adamw", "use": "torch.optim:SGD"}, {}, "has kind and use"),
+        (
+            {"with": {"momentum": 0.9}},
+            {},
+            "with.momentum: unknown option of kind=adamw; leave it out; legal",
+        ),
+        ({"kind": "sgd", "with": {"momentum": 2}}, {}, "with.momentum=2: input should be less than 1"),
+        ({"kind": "lion", "betas": [0.5, 0.6]}, {}, "has betas, which belongs to kind=adamw, and lion; see `with`"),
+        ({"use": "torch.optim:SGD", "betas": [0.5, 0.6]}, {}, "has betas, which belongs to kind=adamw, and torch.optim:SGD"),
+        ({"eps": 1e-6}, {"use": "torch.optim:SGD"}, "has eps, which belongs to kind=adamw, and torch.optim:SGD; see `with`"),
     ],
 )
 def test_what_is_wrong_is_refused(tmp_path: Path, group: dict[str, Any], whole: dict[str, Any], words: str) -> None:
@@ -180,11 +186,13 @@ def test_a_group_may_have_another_optimizer(tmp_path: Path) -> None:
     ]
     setup = make_setup(run(tmp_path, groups), 1)
     row = setup.plan.parameter(EMBEDDING)
-    assert row.update == f"no (group), lr 10x, {HERE}Heavy (momentum=0.9)"
+    assert (row.update, row.decay_and_rate) == (f"{HERE}Heavy (momentum=0.9)", "no (group), lr 10x")
+    # Its own state is one tensor, which was tried; AdamW's are two.
+    assert totals(setup.plan).optimizer_bytes == sum(
+        one.bytes_per_rank * (1 if one is row else 2) for one in setup.plan.parameters if one.trainable
+    )
     assert ShardingPlan.from_json(setup.plan.to_json()) == setup.plan
     assert setup.config.own_parts == [f"optimizer of **.embed_tokens: {HERE}Heavy (momentum=0.9)"]
-    lines = host_lines(setup.config, setup.plan)
-    assert f"optimizer {HERE}Heavy: the bytes and the time of the plan are those of AdamW" in lines
     model = setup.model.to_empty(device="cpu")
     optimizer = build_optimizer(model, setup.config.optimizer, setup.plan.parameters)
     assert isinstance(optimizer, SeveralOptimizers)
@@ -244,7 +252,7 @@ def test_adamw_beside_an_optimizer_of_the_user(tmp_path: Path) -> None:
         (None, 0.5, True),
         (None, 0.9, True),
     )
-    ours = config.optimizer.ours
+    ours = config.optimizer.as_adamw
     assert (ours.is_adamw, config.optimizer.is_adamw) == (True, False)
     assert type(build_optimizer(setup.model, ours, setup.plan.parameters)) is torch.optim.AdamW
 

@@ -19,7 +19,7 @@ gradient that is only rounding moves a weight by the whole learning rate, and th
 def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
     """Return a configuration that runs some steps in a dtype and writes only inside a folder, and the changes made for it."""
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
-    parallel, model, optimizer = changed.parallel, changed.model, config.optimizer.ours
+    parallel, model, optimizer = changed.parallel, changed.model, config.optimizer.as_adamw
     if dtype == "float64" and parallel.compile:
         parallel = parallel.model_copy(update={"compile": False})
     if model.attn_implementation not in (None, "eager", "sdpa"):

@@ -25,7 +25,7 @@ from meshwright.audit.timeline import Moment, Sketch, sketch
 from meshwright.checkpoint import state
 from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.data.grad_sync import GradSync
-from meshwright.distributed.grad_clip import total_grad_norm
+from meshwright.distributed.update.grad_clip import total_grad_norm
 from meshwright.models.token_loss import count_tokens
 from meshwright.plan.axes.context import attention_program
 from meshwright.plan.given.inspection import model_sizes

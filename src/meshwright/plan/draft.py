@@ -94,7 +94,7 @@ class Rate:
         betas: those of its group, so too.
         eps: so too.
         fused: so too.
-        optimizer: name of the optimizer of its group; empty: that of all others.
+        rule: name of the rule of its group; empty: that of the run.
     """
 
     share: float = 1.0
@@ -102,7 +102,7 @@ class Rate:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     fused: bool | None = None
-    optimizer: str = ""
+    rule: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class Draft:
         trained: first names of the parameters that have a gradient.
         decay_rules: first name of each parameter to why weight decay pulls it towards zero or does not (a field of its row).
         rates: first name of each parameter that a group of the optimizer names to what the group changes.
+        rules: first name of each parameter to the name of the rule that updates it.
         policies: the sync policy of each unit for which options or spec choose one; those of others depend on bytes.
         modes: activation checkpointing mode of each layer.
         tensor: how the model is sliced.
@@ -144,6 +145,7 @@ class Draft:
     trained: AbstractSet[str] = frozenset()
     decay_rules: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[str, Rate] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
     policies: Mapping[str, SyncPolicy] = field(default_factory=dict)
     modes: Mapping[str, ActivationCheckpointing] = field(default_factory=dict)
     tensor: TensorParallel = field(default_factory=TensorParallel)

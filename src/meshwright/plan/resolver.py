@@ -38,6 +38,7 @@ from meshwright.plan.memory.recompute import checkpointing_modes, recompute_acti
 from meshwright.plan.result.border_places import tokens_of_units
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.rates import choose_rates
+from meshwright.plan.update.rules import choose_rules
 from meshwright.plan.update.weight_decay import choose_decayed
 
 __all__ = ["resolve"]
@@ -53,6 +54,7 @@ _PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
         ("trained", choose_trained),
         ("decay_rules", choose_decayed),
         ("rates", choose_rates),
+        ("rules", choose_rules),
         ("policies", choose_policies),
         ("", check_prefetch),
         ("modes", checkpointing_modes),

@@ -14,6 +14,7 @@ from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import build_on_meta
 from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.given.names import inside
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
 from meshwright.shrink.kinds import with_layers
@@ -71,6 +72,8 @@ def world_of(layout: Layout) -> Layout:
 def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
     """Return a run with the first layers of another one, in the smallest world. Its choices are those of the whole run.
 
+    Its optimizer is AdamW for all parameters: what others keep is known in closed form, and torchao's cannot be traced.
+
     Args:
         setup: the run.
         layers: how many layers.
@@ -90,6 +93,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         decay=(),
         no_decay=(),
         groups=(),
+        updates=ParallelOptions().updates,
         microbatches=min(2, plan.options.microbatches),
         compile=False,
         loss_chunks=0 if plan.loss is None else plan.loss.chunks,
@@ -105,7 +109,8 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
     spec = get_parallelization_strategy(model).spec(model, setup.config.parallel.param_dtype)
     spec = add_modules(spec, model, setup.objective.added, setup.objective.module_runs)
     small = resolve(spec, model, layout, options)
-    return RunSetup(setup.config, layout, model, spec, small, setup.objective)
+    config = run.model_copy(update={"optimizer": run.optimizer.as_adamw.model_copy(update={"groups": []})})
+    return RunSetup(config, layout, model, spec, small, setup.objective)
 
 
 def _config(setup: RunSetup, layers: int) -> "PretrainedConfig":

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshwright.plan.cost.hardware import Hardware
-from meshwright.plan.show.explain import human_bytes
+from meshwright.plan.show.summary import human_bytes
 from meshwright.trace.time import TimeForecast
 from meshwright.trace.verdict import Verdict
 
@@ -14,7 +14,7 @@ __all__ = ["show_remarks", "show_time", "show_verdict"]
 _WORDS = {
     "parameters": "shards, as stored",
     "gradients": "shards, at this moment",
-    "optimizer": "AdamW, two moments",
+    "optimizer": "its state",
     "gathered": "whole parameters",
     "unsharded_gradients": "of whole parameters",
     "activations": "what backward needs, and what is computed for a moment",

@@ -221,7 +221,7 @@ def _prepared(
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
     model.train()
-    optimizer = build_optimizer(model, setup.config.optimizer.ours, plan.parameters)
+    optimizer = build_optimizer(model, setup.config.optimizer, plan.parameters)
     if tensors is not None:
         batches = [{key: _faked(value, tensors) for key, value in batch.items()} for batch in batches]
     elif kind != "cpu":

@@ -168,7 +168,7 @@ class RunConfig(Section):
         named = [(kind, part) for kind, part in parts.items() if part is not None]
         listed = (("callback", self.callbacks), ("sink", self.metrics.sinks))
         named += [(kind, part) for kind, parts in listed for part in parts]
-        groups = [(f"optimizer of {one.match}", self.optimizer.part_of(one)) for one in self.optimizer.groups]
+        groups = [(f"optimizer of {one.match}", self.optimizer.updater_of(one).part) for one in self.optimizer.groups]
         named += [(kind, part) for kind, part in groups if part is not None and part != self.optimizer.part]
         columns = [f"{name} (per {one.per}, {one.dtype})" for name, one in self.data.values.items()]
         return [f"{kind}: {part_text(part)}" for kind, part in named] + ([f"columns: {', '.join(columns)}"] if columns else [])

@@ -6,7 +6,7 @@ from meshwright.plan.cost.price import totals
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import ShardingPlan
-from meshwright.plan.show.explain import human_bytes
+from meshwright.plan.show.summary import human_bytes
 from meshwright.train.config import RunConfig
 
 __all__ = ["host_lines"]
@@ -19,12 +19,10 @@ def host_lines(config: RunConfig, plan: ShardingPlan) -> list[str]:
 
 def _waits(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:
     said = "the host waits for the device"
-    parts = [part for part in config.optimizer.parts.values() if part is not None]
-    if parts:
-        if waiting := [part.use for part in parts if not part.arguments.get("fused")]:
-            yield f"{said} in every step: it decides whether the optimizer steps (optimizer.use={waiting[0]})"
-        for part in parts:
-            yield f"optimizer {part.use}: the bytes and the time of the plan are those of AdamW"
+    updaters = config.optimizer.updaters.values()
+    waiting = [one.part.use for one in updaters if one.part is not None and not one.part.arguments.get("fused")]
+    if waiting:
+        yield f"{said} in every step: it decides whether the optimizer steps (optimizer.use={waiting[0]})"
     elif config.parallel.cpu_offload:
         yield f"{said} in every step: the optimizer runs on the host (parallel.cpu_offload)"
     elif config.optimizer.fused is False or any(group.fused is False for group in config.optimizer.groups):

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, number_of
 from meshwright.files import write_whole
 from meshwright.objectives.call import in_part
-from meshwright.plan.show.explain import human_bytes
+from meshwright.plan.show.summary import human_bytes
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.start.run_files import Paths

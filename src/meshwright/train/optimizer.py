@@ -4,21 +4,37 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from meshwright.device import Ability, able
+from meshwright.distributed.update.adafactor import Adafactor
+from meshwright.distributed.update.lion import Lion
 from meshwright.errors import ConfigError, PartError, PlanError, Refusal
 from meshwright.objectives.call import in_part
+from meshwright.plan.given.options import UpdateRule
 from meshwright.plan.result.sharding_plan import ParameterRow
+from meshwright.plan.update.states import ALL, COLUMNS, ROWS
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
-from meshwright.user_code import PartConfig, check_arguments, find_part
+from meshwright.train.schema.optimizer_config import Updater
+from meshwright.train.schema.optimizer_kinds import KEYS
+from meshwright.user_code import check_arguments, find_part
 
-__all__ = ["SHARE", "SeveralOptimizers", "build_optimizer", "check_parts", "learning_rate", "set_learning_rate"]
+__all__ = [
+    "SHARE",
+    "SeveralOptimizers",
+    "build_optimizer",
+    "check_parts",
+    "learning_rate",
+    "set_learning_rate",
+    "skips_by_flag",
+    "update_rules",
+]
 
 SHARE = "share"
 """Key of a parameter group: its learning rate, as a share of that of the configuration."""
@@ -49,18 +65,17 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
     if everywhere is None:
         everywhere = all(able(p.device.type, Ability.FUSED) and p.is_floating_point() for p in trained.values())
     whole = _Settings(1.0, config.weight_decay, config.betas, config.eps, everywhere)
-    parts = config.parts
+    updaters = config.updaters
     alike: dict[str, dict[_Settings, list[torch.Tensor]]] = {}
     for name, parameter in trained.items():
         row = row_of[name]
         decay = config.weight_decay if row.weight_decay is None else row.weight_decay
         fused = everywhere if row.fused is None else row.fused
         settings = _Settings(row.rate, decay if row.decayed else 0.0, row.betas or config.betas, row.eps or config.eps, fused)
-        # For a forecast or an audit AdamW stands in for the optimizers of the user, and the configuration names none.
-        alike.setdefault(row.optimizer if row.optimizer in parts else "", {}).setdefault(settings, []).append(parameter)
-    alike = alike or {"": {whole: []}}  # a stage may have no trained parameter
-    made = {name: _make(config, name, alike[name], whole) for name in parts if name in alike}
-    return SeveralOptimizers(made, parts) if len(made) > 1 else next(iter(made.values()))
+        alike.setdefault(row.update, {}).setdefault(settings, []).append(parameter)
+    alike = alike or {next(iter(updaters)): {whole: []}}  # a stage may have no trained parameter
+    made = {name: _make(config, one, alike[name], whole) for name, one in updaters.items() if name in alike}
+    return SeveralOptimizers(made, updaters) if len(made) > 1 else next(iter(made.values()))
 
 
 class _Settings(NamedTuple):
@@ -74,22 +89,32 @@ class _Settings(NamedTuple):
 
 
 def _make(
-    config: OptimizerConfig, name: str, alike: Mapping[_Settings, list[torch.Tensor]], whole: _Settings
+    config: OptimizerConfig, updater: Updater, alike: Mapping[_Settings, list[torch.Tensor]], whole: _Settings
 ) -> torch.optim.Optimizer:
-    """Return one of the optimizers of a configuration, by the name that the plan gives it, for its parameters."""
+    """Return one of the optimizers of a configuration for its parameters."""
     groups: list[dict[str, Any]] = []
     for settings in sorted(alike, reverse=True):
         own = {"params": alike[settings], "weight_decay": settings.weight_decay}
         groups.append({**own, "lr": config.lr * settings.share, SHARE: settings.share})
-    if (part := config.parts[name]) is not None:
-        kind, arguments = _users(config, name)
+    if updater.part is not None:
+        kind, arguments = _users(config, updater)
         if "weight_decay" not in inspect.signature(kind).parameters:
             groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-        with in_part(f"optimizer {part.use}", "__init__"):
+        with in_part(f"optimizer {updater.part.use}", "__init__"):
             return kind(groups, lr=config.lr, **arguments)
+    keys = KEYS.get(updater.kind, ())
     for group, settings in zip(groups, sorted(alike, reverse=True), strict=True):
-        group |= {"betas": settings.betas, "eps": settings.eps, "fused": settings.fused}
-    return torch.optim.AdamW(groups, lr=config.lr, betas=whole.betas, eps=whole.eps, fused=whole.fused)
+        group |= {key: getattr(settings, key) for key in keys}
+    options = {} if updater.options is None else updater.options.model_dump()
+    return _OURS[updater.kind](groups, lr=config.lr, **{key: getattr(whole, key) for key in keys}, **options)
+
+
+_OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adafactor": Adafactor,
+    "lion": Lion,
+    "sgd": torch.optim.SGD,
+}
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
@@ -97,20 +122,25 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     Args:
         optimizers: the optimizers by their names; no two have a parameter in common.
-        parts: those of the user among them, for the names of what they raise.
+        updaters: what the configuration says of them, for the names of what those of the user raise.
     """
 
-    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, PartConfig | None]) -> None:
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], updaters: Mapping[str, Updater]) -> None:
         super().__init__([group for one in optimizers.values() for group in one.param_groups], {})
-        self.optimizers, self.parts = optimizers, parts
+        self.optimizers, self.updaters = optimizers, updaters
         for one in optimizers.values():
             self.state.update(one.state)  # some have a state before their first step
             one.state = self.state
 
+    @property
+    def skips_by_flag(self) -> bool:
+        """Whether each skips a step by itself, if the tensor ``found_inf`` says so."""
+        return all(map(skips_by_flag, self.optimizers.values()))
+
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Run the step of each. A flag of the guard, if there is one, is for all (they are all fused then)."""
+        """Run the step of each. A flag of the guard, if there is one, is for all."""
         for name, one in self.optimizers.items():
-            part = self.parts[name]
+            part = self.updaters[name].part
             if hasattr(self, "found_inf"):
                 one.found_inf = self.found_inf  # type: ignore[attr-defined]
             try:
@@ -121,11 +151,18 @@ class SeveralOptimizers(torch.optim.Optimizer):
                     del one.found_inf
 
 
-def _users(config: OptimizerConfig, name: str) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class of an optimizer of the user, by the name that the plan gives it, and its arguments, checked."""
-    part, of_group = config.parts[name], [one for one in config.groups if config.name_of(one) == name]
+def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer skips a step by itself, if the tensor ``found_inf`` says so: ours and torch's fused ones."""
+    own = getattr(optimizer, "skips_by_flag", None)
+    return all(group.get("fused") for group in optimizer.param_groups) if own is None else own
+
+
+def _users(config: OptimizerConfig, updater: Updater) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of an optimizer of the user, and its arguments, checked."""
+    part, of_group = updater.part, [one for one in config.groups if config.updater_of(one) == updater]
     assert part is not None
-    match = next((repr(one.match) for one in of_group if name), None)
+    is_first = next(iter(config.updaters.values())) == updater
+    match = None if is_first else next(repr(one.match) for one in of_group)
     where = "optimizer.use" if match is None else f"optimizer.groups: {match}: use"
     kind = find_part(where, part.use, "optimizers", ["kind=adamw"])
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
@@ -133,10 +170,10 @@ def _users(config: OptimizerConfig, name: str) -> tuple[Callable[..., torch.opti
     takes = inspect.signature(kind).parameters
     if "lr" not in takes:
         raise ConfigError("part.signature", f"{where}={part.use}: takes no lr, which is its second argument in torch.optim")
-    decays = {} if name else {"optimizer.weight_decay": config.weight_decay}
+    decays = {"optimizer.weight_decay": config.weight_decay} if is_first else {}
     for one in of_group:
         own = config.weight_decay if one.weight_decay is None else one.weight_decay
-        if name or one.weight_decay is not None:
+        if not is_first or one.weight_decay is not None:
             decays[f"optimizer.groups: {one.match!r}: weight_decay"] = own
     if "weight_decay" not in takes and (found := [(key, decay) for key, decay in decays.items() if decay]):
         raise ConfigError(
@@ -167,26 +204,62 @@ def check_parts(config: RunConfig, steps: int) -> None:
     if schedule.use is not None:
         for step in dict.fromkeys((0, steps // 2, steps - 1)):
             learning_rate(step, steps, settings.lr, schedule)
-    for name, part in settings.parts.items():
-        if part is not None:
-            _check_optimizer(settings, name, part.use)
+    update_rules(settings)
 
 
-def _check_optimizer(settings: OptimizerConfig, name: str, use: str) -> None:
-    kind, arguments = _users(settings, name)
-    with in_part(f"optimizer {use}", "step"):
-        parameter = nn.Parameter(torch.ones(4, 4))
-        optimizer = kind([parameter], lr=settings.lr, **arguments)
+def update_rules(config: OptimizerConfig) -> tuple[UpdateRule, ...]:
+    """Return the rules of the optimizer for a plan. One of the user is tried on small tensors, which tells what it keeps.
+
+    Raises:
+        ConfigError: an optimizer of the user does not exist, or its arguments are wrong.
+        PartError: it raises something, or its state is no tensor.
+    """
+    return tuple(
+        UpdateRule(
+            one.name,
+            one.kind,
+            _tried(config, one) if one.options is None else tuple(sorted(one.options.model_dump().items())),
+        )
+        for one in config.updaters.values()
+    )
+
+
+def _tried(config: OptimizerConfig, updater: Updater) -> tuple[tuple[str, Any], ...]:
+    """Return what an optimizer of the user keeps for a matrix and for a vector: pairs of what for, and bytes of a number.
+
+    The bytes are 0 where the dtype is that of the parameter.
+    """
+    kind, arguments = _users(config, updater)
+    assert updater.part is not None
+
+    def states(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
+        optimizer = kind([parameter], lr=config.lr, **arguments)
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    kept = {name: value for state in optimizer.state.values() for name, value in state.items()}
-    if lost := [
-        f"{name} ({type(value).__name__})" for name, value in kept.items() if not isinstance(value, torch.Tensor | None)
-    ]:
-        raise PartError(
-            "part.returned",
-            f"optimizer {use}: its state {', '.join(lost)} is no tensor, so that a checkpoint cannot keep it",
+        return {key: value for state in optimizer.state.values() for key, value in state.items()}
+
+    found = {}
+    for name, shape in (("matrix", (6, 10)), ("vector", (6,))):
+        with in_part(f"optimizer {updater.part.use}", "step"):
+            kept = states(shape, torch.float32)
+        if lost := [
+            f"{key} ({type(value).__name__})" for key, value in kept.items() if not isinstance(value, torch.Tensor | None)
+        ]:
+            raise PartError(
+                "part.returned",
+                f"optimizer {updater.part.use}: its state {', '.join(lost)} is no tensor, so that a checkpoint cannot keep it",
+            )
+        wide: dict[str, Any] = {}
+        with suppress(Exception):  # it may be for single precision only
+            wide = states(shape, torch.float64)
+        kinds = {prod(shape): ALL, shape[0]: ROWS, shape[-1]: COLUMNS}
+        found[name] = tuple(
+            (kinds.get(one.numel(), ALL), 0 if getattr(wide.get(key), "dtype", None) is torch.float64 else one.element_size())
+            for key, one in kept.items()
+            if isinstance(one, torch.Tensor) and one.numel() > 1
         )
+    return tuple(found.items())
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:

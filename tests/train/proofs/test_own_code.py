@@ -82,7 +82,7 @@ def test_a_change_of_an_axis_expires_its_proofs_alone(monkeypatch: pytest.Monkey
         "train/engine/pipelined.py": {"pp"},
         "models/adapters/adapt.py": {"adapter"},
         "models/families/nemotron_h.py": {"nemotron_h"},
-        "distributed/grad_clip.py": set(before),
+        "distributed/update/grad_clip.py": set(before),
         "plan/show/explain.py": set(),
         "cli/main.py": set(),
     }.items():

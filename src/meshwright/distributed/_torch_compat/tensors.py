@@ -19,6 +19,7 @@ __all__ = [
     "operator_schema",
     "own_memory",
     "plain_placements",
+    "sharded_dim",
     "strided_shard",
     "unseen",
     "with_local",
@@ -28,6 +29,11 @@ __all__ = [
 def strided_shard(dim: int, pieces: int) -> Placement:
     """The placement of a dimension that holds several tensors one after another, each of which is sharded."""
     return _StridedShard(dim, split_factor=pieces)
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The dimension that a placement shards, strided or not; ``None``: none."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
 def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:

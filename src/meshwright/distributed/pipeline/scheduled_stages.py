@@ -25,13 +25,13 @@ from torch.distributed.pipelining import PipelineStage
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.grad_sync import GradSync
-from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.pipeline.cut import crossing_of
 from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.parameter_copies import local_shard, parameter_copies
 from meshwright.distributed.pipeline.stage import scale_gradients, stage_backward
 from meshwright.distributed.pipeline.stage_parts import StageParts
+from meshwright.distributed.update.grad_clip import clip_grad_norm_
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.plan.axes.pipeline.stage_plan import crossing_dtype, crossing_shape, first_trained, on_stages, stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan

@@ -1,7 +1,6 @@
 """What the activations of a plan cost to communicate: collectives and bytes over `pp`, `tp`, `cp` and `ep`, in closed form."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 from meshwright.plan.axes.context import context_bytes, context_counts
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
@@ -10,27 +9,10 @@ from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_message
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_bytes, tensor_parallel_counts
 from meshwright.plan.cost.price import fullest_rank
 from meshwright.plan.given.options import NF4
+from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 
-__all__ = ["AxisTraffic", "activation_traffic", "kinds_of_collectives", "objective_counts"]
-
-
-@dataclass(frozen=True)
-class AxisTraffic:
-    """The collectives of one kind over one axis in one optimizer step, on one rank.
-
-    Attributes:
-        axis: ``pp``, ``tp``, ``cp`` or ``ep``; ``dp`` for what an objective gathers.
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
-        calls: number of calls.
-        size: bytes of the larger buffer of each call, added up; ``None`` if the plan does not know the batch. If tokens are
-            routed, the load is assumed to be balanced.
-    """
-
-    axis: str
-    kind: str
-    calls: int
-    size: int | None
+__all__ = ["activation_traffic", "kinds_of_collectives", "objective_counts"]
 
 
 def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:

@@ -10,6 +10,7 @@ from meshwright.plan.axes.data.unit_traffic import UnitTraffic, gradient_peak, u
 from meshwright.plan.axes.pipeline.replay import receive_buffers
 from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, on_stages, stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.update.states import state_bytes
 
 __all__ = [
     "Totals",
@@ -18,9 +19,6 @@ __all__ = [
     "totals",
     "totals_of_rank",
 ]
-
-ADAMW_STATES = 2
-"""Number of tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Totals:
         trainable: number of those that have a gradient.
         parameter_bytes: its shards of the parameters, as stored.
         gradient_bytes: its shards of the gradients.
-        optimizer_bytes: its shards of AdamW's state.
+        optimizer_bytes: its shards of the optimizer's state.
         largest_unit: name of the unit with the most gathered bytes.
         largest_unit_bytes: gathered bytes of that unit.
         gathered_peak_bytes: gathered parameters held at once at the peak (see :mod:`meshwright.plan.axes.data.prefetch`).
@@ -65,8 +63,10 @@ def fullest_rank(plan: ShardingPlan) -> int:
 
     def stored(rank: int) -> int:
         own = set(stages_of_rank(plan, rank))
-        tensors = {True: 2 + ADAMW_STATES, False: 1}  # a trained parameter has a gradient and a state
-        return sum(tensors[row.trainable] * row.bytes_per_rank * len(own & set(row.stages)) for row in plan.parameters)
+        return sum(
+            ((1 + row.trainable) * row.bytes_per_rank + state_bytes(plan, row)) * len(own & set(row.stages))
+            for row in plan.parameters
+        )
 
     return max(range(plan.layout.size("pp")), key=stored)
 
@@ -92,7 +92,7 @@ def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
         trainable=sum(row.numel for row in plan.parameters if row.trainable),
         parameter_bytes=sum(row.bytes_per_rank for row in rows),
         gradient_bytes=sum(row.bytes_per_rank for row in rows if row.trainable),
-        optimizer_bytes=ADAMW_STATES * sum(row.bytes_per_rank for row in rows if row.trainable),
+        optimizer_bytes=sum(state_bytes(plan, row) for row in rows),
         largest_unit=stages[-index].unit(name).label,
         largest_unit_bytes=largest,
         gathered_peak_bytes=sum(gathered_peak(stage, sizes) for stage, sizes in zip(stages, gathered, strict=True)),

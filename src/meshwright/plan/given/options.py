@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from meshwright.errors import PlanError, Problems
 from meshwright.layout import Layout
@@ -19,6 +19,7 @@ from meshwright.plan.given.closed_choices import (
 __all__ = [
     "DTYPES",
     "ParallelOptions",
+    "UpdateRule",
 ]
 
 NF4 = "nf4"
@@ -49,6 +50,20 @@ def _chosen(name: str, word: Any, choices: Any, problems: Problems) -> Any:
         problems.add("plan.option", f"{name}={word!r}: legal are {', '.join(choices)}")
         return word
     return choices(word) if isinstance(choices, type) else word
+
+
+class UpdateRule(NamedTuple):
+    """How an optimizer changes parameters.
+
+    Attributes:
+        name: in the rows of the plan, such as ``adamw``, or ``my_parts:Own (gamma=2.0)``.
+        kind: one of ours; empty: an optimizer of the user.
+        options: those of the kind, as pairs; of an optimizer of the user what it keeps (:mod:`meshwright.plan.update.states`).
+    """
+
+    name: str
+    kind: str
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,10 @@ class ParallelOptions:
     groups: tuple[tuple[str, float, float | None, float | None, tuple[tuple[str, Any], ...]], ...] = _option(
         (),
         "Groups of the optimizer: a pattern of names of parameters or modules, a share of the learning rate, a factor for each "
-        "layer from the last one down, the weight decay, and what else it changes (betas, eps, fused, optimizer), as pairs.",
+        "layer from the last one down, the weight decay, and what else it changes (betas, eps, fused, rule), as pairs.",
+    )
+    updates: tuple[tuple[str, str, tuple[tuple[str, Any], ...]], ...] = _option(
+        (("adamw", "adamw", ()),), "The rules of the optimizer: name, kind and options. The first is that of the run."
     )
     sharded_by: str = _option("", "Name of a function of the user that makes the units; empty: torch's 'fully_shard' does.")
     gradient_reduction: GradientReduction = _option(
@@ -253,6 +271,11 @@ class ParallelOptions:
         cp, tp = layout.size("cp"), layout.size("tp")
         chunks = 2 * cp if cp > 1 and self.context_balance is ContextBalance.ZIGZAG else cp
         return math.lcm(chunks, cp * tp if self.sequence_parallel else 1)
+
+    @property
+    def rules(self) -> dict[str, UpdateRule]:
+        """The rules of the optimizer by their names; the first is that of the run."""
+        return {name: UpdateRule(name, kind, options) for name, kind, options in self.updates}
 
     def to_dict(self) -> dict[str, object]:
         """Return the options as plain values, for JSON."""

@@ -11,7 +11,7 @@ __all__ = ["DECAYED", "AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", 
 DECAYED = ("matrix", "decay")
 """The rules of :attr:`ParameterRow.decay_rule` that decay."""
 
-_OF_GROUPS = ("betas", "eps", "fused", "optimizer")
+_OF_GROUPS = ("betas", "eps", "fused")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ParameterRow:
         betas: those of its group, so too.
         eps: so too.
         fused: whether one kernel updates the parameters of its group, so too.
-        optimizer: name of the optimizer of its group, where that is another than the one of the run; otherwise empty.
+        update: name of the rule that updates it, such as ``adamw``; ``frozen``: none does.
     """
 
     name: str
@@ -66,15 +66,15 @@ class ParameterRow:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     fused: bool | None = None
-    optimizer: str = ""
+    update: str = "adamw"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as values that JSON can hold. What only groups of the optimizer change stands there if they do."""
-        return {name: own for name, own in asdict(self).items() if name not in _OF_GROUPS or own not in (None, "")}
+        return {name: own for name, own in asdict(self).items() if name not in _OF_GROUPS or own is not None}
 
     @property
-    def update(self) -> str:
-        """How it is updated, in words: whether it is decayed, and what is other than for the optimizer: its rate and so on."""
+    def decay_and_rate(self) -> str:
+        """Whether it is decayed, in words, and what is other than for the optimizer: its rate and so on."""
         because = f"no ({self.decay_rule})" if self.trainable and self.decay_rule else "no"
         decay = because if not self.decayed else "yes" if self.weight_decay is None else f"{self.weight_decay:g}"
         if not self.trainable:
@@ -84,7 +84,6 @@ class ParameterRow:
             "" if self.betas is None else f"betas {self.betas[0]:g} {self.betas[1]:g}",
             "" if self.eps is None else f"eps {self.eps:g}",
             "" if self.fused is None else "fused" if self.fused else "not fused",
-            self.optimizer,
         ]
         return ", ".join(filter(None, (decay, *changes)))
 

@@ -166,7 +166,7 @@ class ShardingPlan:
             layout=Layout(**content["layout"]),
             options=ParallelOptions(**{name: read_tuples(value) for name, value in content["options"].items()}),
             layers=tuple(content["layers"]),
-            parameters=tuple(read_row(ParameterRow, {**_decayed_then(item), **item}) for item in content["parameters"]),
+            parameters=tuple(read_row(ParameterRow, _completed(item)) for item in content["parameters"]),
             units=units,
             tensor_parallel=sliced,
             experts=experts,
@@ -200,9 +200,14 @@ class ShardingPlan:
         return differences
 
 
-def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:
-    """Return ``decayed`` for a row of an earlier version, which decayed all trained parameters of two or more dimensions."""
-    return {"decayed": parameter["trainable"] and len(parameter["shape"]) >= 2}
+def _completed(parameter: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a row, also of an earlier version.
+
+    That decayed all trained parameters of two or more dimensions, and knew the optimizer of a group only.
+    """
+    trained, of_group = parameter["trainable"], parameter.get("optimizer") or "adamw"
+    then = {"decayed": trained and len(parameter["shape"]) >= 2, "update": of_group if trained else "frozen"}
+    return {**then, **{name: own for name, own in parameter.items() if name != "optimizer"}}
 
 
 def _line(action: Action) -> str:

@@ -1,7 +1,8 @@
 """The guard: a step whose loss or gradient norm is not finite changes nothing, and the host need not wait to find that out.
 
-The flag of the guard is a number on the device. A fused optimizer takes it as ``found_inf`` (the name is from torch's gradient
-scaler), and leaves parameters, moments and step counts unchanged if it is 1. The host reads how steps went when it logs.
+The flag of the guard is a number on the device. Fused optimizers of torch and those of ours take it as ``found_inf`` (the name
+is from torch's gradient scaler), and leave parameters, moments and step counts unchanged if it is 1. The host reads how steps
+went when it logs.
 """
 
 import math
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from meshwright.objectives.call import in_part
+from meshwright.train.optimizer import skips_by_flag
 
 __all__ = ["Guard", "is_finite"]
 
@@ -39,7 +41,7 @@ class Guard:
         self, optimizer: torch.optim.Optimizer, device: torch.device, most: int | None, part: str | None = None
     ) -> None:
         self._optimizer, self._most, self._part = optimizer, most, part
-        self._fused = all(group.get("fused") for group in optimizer.param_groups)
+        self._by_flag = skips_by_flag(optimizer)
         self._homes = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
         self.flag = torch.zeros((), device=device)
         self._in_a_row = torch.zeros((), device=device)  # steps that changed nothing; once it is `most`, it only grows
@@ -61,7 +63,7 @@ class Guard:
 
     def step(self) -> None:
         """Run the step of the optimizer, unless the flag is set."""
-        if not self._fused:
+        if not self._by_flag:
             if not self.flag.item():
                 with self._named():
                     self._optimizer.step()

@@ -17,8 +17,8 @@ from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
 from meshwright.distributed.experts.router_replay import Replay
-from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.update.grad_clip import clip_grad_norm_
 from meshwright.models.adapters.adapt import adapters_off
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import forward_logits

@@ -89,7 +89,7 @@ class StepEngine:
         move_buffers(self.model, device)
         self.model.train()
         self.optimizer = parts.optimizer(run, self.model)
-        if self.config.optimizer.is_adamw or resumes:  # the state of others may begin otherwise than with zeros
+        if self.config.optimizer.is_ours or resumes:  # the state of others may begin otherwise than with zeros
             state.initialize_optimizer(self.optimizer)
         most = training.max_skipped if training.on_nonfinite == "skip" else 1
         self.guard = Guard(self.optimizer, device, most, self.config.optimizer.use)
@@ -207,7 +207,7 @@ class StepEngine:
         meta, stored = read_meta(checkpoint), storage.contents(checkpoint)
         self.check_facts(meta)
         tensors = self._tensors()
-        if not self.config.optimizer.is_adamw:  # a parameter without a gradient so far has no state there
+        if not self.config.optimizer.is_ours:  # a parameter without a gradient so far has no state there
             tensors = state.without_absent(self.model, self.optimizer, tensors, stored)
         if missing := sorted(tensors.keys() - stored.keys()):
             shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")

@@ -1,14 +1,16 @@
 """The sections of the configuration that say how a step changes parameters: ``optimizer`` and ``schedule``."""
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from meshwright.train.schema.optimizer_kinds import ADAMW, KEYS, Kind, options_of
 from meshwright.train.schema.parallel_config import Section
 from meshwright.user_code import PartConfig, part_text
 
-__all__ = ["OptimizerConfig", "OptimizerGroup", "ScheduleConfig"]
+__all__ = ["OptimizerConfig", "OptimizerGroup", "ScheduleConfig", "Updater"]
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -27,14 +29,12 @@ class _Replaceable(Section):
         return None if self.use is None else PartConfig.model_validate({"use": self.use, "with": self.arguments})
 
     def beside_use(self, *keys: str) -> None:
-        """Refuse arguments without a part, and keys of ours beside one.
+        """Refuse keys of ours beside a part.
 
         Raises:
             ValueError: there are some.
         """
         name = type(self).__name__.removesuffix("Config").lower()
-        if self.use is None and self.arguments:
-            raise ValueError(f"{name}.with: are the arguments of {name}.use, which is null; leave them out")
         if self.use is not None and (set_too := [key for key in keys if key in self.model_fields_set and self.changed(key)]):
             raise ValueError(f"{name}.use={self.use}: {', '.join(set_too)} belongs to kind; leave it out, or put it into with")
 
@@ -44,7 +44,8 @@ class _Replaceable(Section):
 
 
 _CHANGED = "lr, lr_decay, weight_decay, betas, eps, fused, kind, use and with"
-_OF_ADAMW = ("betas", "eps", "fused")
+_OF_SOME = ("betas", "eps", "fused")
+"""Keys that only some kinds take."""
 
 
 class OptimizerGroup(Section):
@@ -59,7 +60,7 @@ class OptimizerGroup(Section):
     betas: tuple[_Decay, _Decay] | None = None
     eps: float | None = Field(default=None, gt=0)
     fused: bool | None = None
-    kind: Literal["adamw"] | None = None
+    kind: Kind | None = None
     use: str | None = Field(default=None, min_length=1)
     arguments: dict[str, Any] = Field(default={}, alias="with")
 
@@ -78,8 +79,8 @@ class OptimizerGroup(Section):
     def _check(self) -> Self:
         if self.model_fields_set <= {"match"}:
             raise ValueError(f"optimizer.groups: {self.match!r} changes nothing; legal are {_CHANGED}")
-        if self.kind is not None and (self.use is not None or self.arguments):
-            raise ValueError(f"optimizer.groups: {self.match!r} has kind, and use or with; kind is ours, use is yours")
+        if self.kind is not None and self.use is not None:
+            raise ValueError(f"optimizer.groups: {self.match!r} has kind and use; kind is ours, use is yours")
         try:
             rate = self.share(1.0)
         except ValueError:
@@ -103,13 +104,31 @@ class OptimizerGroup(Section):
         return float(self.lr.removesuffix("x")) if isinstance(self.lr, str) else self.lr / rate
 
 
-class OptimizerConfig(_Replaceable):
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), or one of your own."""
+@dataclass(frozen=True)
+class Updater:
+    """An optimizer of a configuration: ours or one of the user, with its options.
 
-    kind: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    Attributes:
+        name: in the rows of the plan.
+        kind: one of ours; empty: it is the user's.
+        part: that of the user; ``None``: it is ours.
+        options: of ours; ``None``: it is the user's.
+    """
+
+    name: str
+    kind: str
+    part: PartConfig | None
+    options: Section | None
+
+
+class OptimizerConfig(_Replaceable):
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), another optimizer of docs/optimizers.md, or one of your own."""
+
+    kind: Kind = Field(default=ADAMW, description="The optimizer. `with` has the options of each: docs/optimizers.md.")
+    arguments: dict[str, Any] = Field(default={}, alias="with", description="Options of kind, or arguments of use.")
     lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
-    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.95), description="Decay of the two moments.")
-    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
+    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.95), description="Of AdamW: decay of the two moments.")
+    eps: float = Field(default=1e-8, gt=0, description="Of AdamW: added to the denominator.")
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decoupled weight decay of matrices; vectors (norms, biases, also those of experts, "
         "which lie behind each other in one tensor) are never decayed. `meshwright plan` says it of each parameter."
@@ -121,55 +140,80 @@ class OptimizerConfig(_Replaceable):
         description="Other rates and decays, as in [{match: '**.embed_tokens', lr: 0.1x, weight_decay: 0}]. match: a pattern "
         "of names of parameters, or of modules that hold them; the first that matches counts. lr: a rate, or a share of "
         "optimizer.lr, as 0.1x. lr_decay: a factor for each layer from the last one down; what is before the first layer is "
-        "one below. weight_decay: of what is decayed. betas, eps, fused: as those of optimizer. use, with: another optimizer "
-        "for the group; kind: adamw, where optimizer.use is another.",
+        "one below. weight_decay: of what is decayed. betas, eps, fused: as those of optimizer. kind or use, and with: another "
+        "optimizer for the group.",
     )
     fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.beside_use(*_OF_ADAMW)
+        self.beside_use("kind")
+        kinds = {one.kind for one in (self._whole, *map(self.updater_of, self.groups))}
+        for key in _OF_SOME:
+            if self.changed(key) and not any(key in KEYS.get(kind, ()) for kind in kinds):
+                chosen = f"kind={self.kind}" if self.use is None else f"use={self.use}"
+                said = f"optimizer.{chosen}: {key} belongs to {_having(key)}; leave it out, or see what `with` takes"
+                raise ValueError(said)
         for group in self.groups:
-            part, said = self.part_of(group), f"optimizer.groups: {group.match!r} has"
-            if group.arguments and part is None:
-                raise ValueError(f"{said} with, the arguments of use, and neither the group nor optimizer has use")
-            if part is not None and (found := [key for key in _OF_ADAMW if getattr(group, key) is not None]):
-                raise ValueError(f"{said} {', '.join(found)}, which belongs to kind, and {part.use}; put it into with")
+            other = self.updater_of(group)
+            found = [key for key in _OF_SOME if getattr(group, key) is not None and key not in KEYS.get(other.kind, ())]
+            if found:
+                said = f"has {', '.join(found)}, which belongs to {_having(found[0])}, and {other.name}; see `with`"
+                raise ValueError(f"optimizer.groups: {group.match!r} {said}")
         return self
 
-    def part_of(self, group: OptimizerGroup) -> PartConfig | None:
-        """Return the optimizer of the user that updates a group; ``None``: AdamW does."""
-        if group.kind is not None or (group.use or self.use) is None:
-            return None
-        arguments = group.arguments if group.use is not None else {**self.arguments, **group.arguments}
-        return PartConfig.model_validate({"use": group.use or self.use, "with": arguments})
+    @property
+    def _whole(self) -> Updater:
+        return _updater("optimizer", self.kind, self.use, self.arguments)
 
-    def name_of(self, group: OptimizerGroup) -> str:
-        """Return the name of the optimizer of a group, with its arguments; empty: it is that of the parameters in no group."""
-        part = self.part_of(group)
-        return "" if part == self.part else self.kind if part is None else part_text(part)
+    def updater_of(self, group: OptimizerGroup) -> Updater:
+        """Return the optimizer of a group. Its ``with`` changes arguments of that of the run where it names no other."""
+        where = f"optimizer.groups: {group.match!r}"
+        if group.kind is not None or group.use is not None:
+            return _updater(where, group.kind or "", group.use, group.arguments)
+        return _updater(where, self.kind, self.use, {**self.arguments, **group.arguments})
 
     def others(self, group: OptimizerGroup) -> tuple[tuple[str, Any], ...]:
         """Return what a group changes besides rate and decay, as pairs, in the words of a row of the plan."""
-        found = {**{key: getattr(group, key) for key in _OF_ADAMW}, "optimizer": self.name_of(group) or None}
+        found = {key: getattr(group, key) for key in _OF_SOME}
+        if group.kind is not None or group.use is not None or group.arguments:
+            found["rule"] = self.updater_of(group).name
         return tuple((key, own) for key, own in found.items() if own is not None)
 
     @property
-    def parts(self) -> dict[str, PartConfig | None]:
-        """The optimizers by the names of :meth:`name_of`; that of the parameters in no group is the first."""
-        return {"": self.part, **{self.name_of(group): self.part_of(group) for group in self.groups}}
+    def updaters(self) -> dict[str, Updater]:
+        """The optimizers by their names; that of the parameters in no group is the first."""
+        return {one.name: one for one in (self._whole, *map(self.updater_of, self.groups))}
 
     @property
     def is_adamw(self) -> bool:
         """Whether it is AdamW for all parameters."""
-        return all(part is None for part in self.parts.values())
+        return all(one.kind == ADAMW for one in self.updaters.values())
 
     @property
-    def ours(self) -> Self:
-        """The same settings for AdamW, which stands in for an optimizer of the user in forecasts and audits."""
-        nobodys: dict[str, Any] = {"use": None, "arguments": {}}
-        groups = [one.model_copy(update={**nobodys, "kind": None}) for one in self.groups]
-        return self if self.is_adamw else self.model_copy(update={**nobodys, "groups": groups})
+    def is_ours(self) -> bool:
+        """Whether none is the user's."""
+        return all(one.part is None for one in self.updaters.values())
+
+    @property
+    def as_adamw(self) -> Self:
+        """The same settings for AdamW, which stands in for other optimizers where these cannot run or be compared."""
+        if self.is_adamw:
+            return self
+        nothing: dict[str, Any] = {"use": None, "arguments": {}}
+        groups = [one.model_copy(update={**nothing, "kind": None}) for one in self.groups]
+        return self.model_copy(update={**nothing, "kind": ADAMW, "groups": groups})
+
+
+def _updater(where: str, kind: str, use: str | None, arguments: dict[str, Any]) -> Updater:
+    named = PartConfig.model_validate({"use": use or kind, "with": arguments})
+    if use is not None:
+        return Updater(part_text(named), "", named, None)
+    return Updater(part_text(named), kind, None, options_of(where, kind, arguments))
+
+
+def _having(key: str) -> str:
+    return " and ".join(f"kind={kind}" for kind, keys in KEYS.items() if key in keys)
 
 
 class ScheduleConfig(_Replaceable):
@@ -187,6 +231,8 @@ class ScheduleConfig(_Replaceable):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.use is None and self.arguments:
+            raise ValueError("schedule.with: are the arguments of schedule.use, which is null; leave them out")
         self.beside_use("kind", "warmup_steps", "final_ratio", "decay_steps", "power")
         for key, kind in (("decay_steps", "wsd"), ("power", "polynomial")):
             if self.kind != kind and self.changed(key):

@@ -7,6 +7,7 @@ import re
 from meshwright.errors import ConfigError, number_of
 from meshwright.layout import AXES
 from meshwright.train.config import RunConfig
+from meshwright.train.schema.optimizer_kinds import KEYS
 
 __all__ = ["adapted", "device_kind", "launched_processes", "local_processes", "planned_processes"]
 
@@ -66,11 +67,12 @@ def adapted(config: RunConfig, kind: str) -> tuple[RunConfig, list[str]]:
 
     lines = []
     optimizer = config.optimizer
-    asks = (optimizer.use is None and optimizer.fused is not False) or any(group.fused for group in optimizer.groups)
+    fusable = any("fused" in KEYS.get(one.kind, ()) for one in optimizer.updaters.values())
+    asks = (fusable and optimizer.fused is not False) or any(group.fused for group in optimizer.groups)
     if asks and not able(kind, Ability.FUSED):
         groups = [group.model_copy(update={"fused": False}) if group.fused else group for group in optimizer.groups]
         config = config.model_copy(update={"optimizer": optimizer.model_copy(update={"fused": False, "groups": groups})})
-        lines.append(f"{kind} has no fused AdamW: the update is made of several operators (optimizer.fused=false)")
+        lines.append(f"{kind} has no fused optimizers: the update is made of several operators (optimizer.fused=false)")
     parallel = config.parallel
     if parallel.compile and parallel.compile_backend == "inductor" and not able(kind, Ability.COMPILED):
         config = config.model_copy(update={"parallel": parallel.model_copy(update={"compile": False})})

@@ -125,6 +125,7 @@ def make_setup(
     from meshwright.objectives.references import reference_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
+    from meshwright.train.optimizer import update_rules
     from meshwright.train.run_objective import make_objective
     from meshwright.train.start.part_checks import problems_of_parts
 
@@ -178,6 +179,7 @@ def make_setup(
     freeze, decay = (*options.freeze, *objective.frozen), config.optimizer
     groups = tuple((one.match, one.share(decay.lr), one.lr_decay, one.weight_decay, decay.others(one)) for one in decay.groups)
     options = replace(options, freeze=freeze, decay=tuple(decay.decay), no_decay=tuple(decay.no_decay), groups=groups)
+    options = replace(options, updates=update_rules(decay))
     tokens, experts = _tokens(config, layout, model)
     options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packed)
     options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)

@@ -12,7 +12,7 @@ from meshwright.models.families.listed import family_of
 from meshwright.models.objective import NextToken
 from meshwright.paths import no_directory
 from meshwright.plan.cost.price import totals
-from meshwright.plan.show.explain import human_bytes
+from meshwright.plan.show.summary import human_bytes
 from meshwright.train.config import RunConfig, checked_config
 from meshwright.train.schema.parallel_config import PipelineConfig
 from meshwright.train.start.setup import EACH_STEP, RunSetup, make_setup

@@ -165,7 +165,7 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], probl
         betas=rate.betas,
         eps=rate.eps,
         fused=rate.fused,
-        optimizer=rate.optimizer,
+        update=draft.rules[parameter.name],
         copies=stages[1:],
     )
 

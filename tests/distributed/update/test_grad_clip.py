@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshwright.distributed.grad_clip import clip_grad_norm_, total_grad_norm
 from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.update.grad_clip import clip_grad_norm_, total_grad_norm
 from meshwright.layout import Layout
 from tests.harness import run_ranks
 

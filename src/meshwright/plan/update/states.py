@@ -1,0 +1,104 @@
+"""What an optimizer keeps for a parameter, in bytes of a rank, and what ranks send in an update: closed forms of each kind."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+from meshwright.plan.result.axis_traffic import AxisTraffic
+from meshwright.plan.result.rows import ParameterRow
+from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
+
+__all__ = ["ALL", "COLUMNS", "ONE", "ROWS", "kept_words", "state_bytes", "update_traffic"]
+
+ALL, ROWS, COLUMNS, ONE = "all", "rows", "columns", "one"
+"""What a tensor of the state has a number of: each entry of the parameter, each row, each column, or the parameter."""
+
+
+def state_bytes(plan: ShardingPlan, row: ParameterRow) -> int:
+    """Return the bytes of the state of a parameter on the rank that stores the most. Counters of steps are not counted."""
+    if not row.trainable:
+        return 0
+    rule = plan.options.rules[row.update]
+    return _BYTES[rule.kind](row, dict(rule.options))
+
+
+def kept_words(plan: ShardingPlan) -> str:
+    """Return what the optimizers of a plan keep, in words."""
+    rules = [plan.options.rules[name] for name in dict.fromkeys(row.update for row in plan.parameters if row.trainable)]
+    said = [_WORDS[rule.kind](dict(rule.options)) if rule.kind else rule.name for rule in rules]
+    return "; ".join(said)
+
+
+def update_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
+    """Return the collectives of an update on one rank. Those of an optimizer of the user are not known."""
+    found: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for name in dict.fromkeys(row.update for row in plan.parameters if row.trainable):
+        rows = [row for row in plan.parameters if row.update == name]
+        of_rule = _TRAFFIC.get(plan.options.rules[name].kind if rows else "")
+        for item in of_rule(rows) if of_rule is not None else ():
+            found[item.axis, item.kind] += item.calls
+            sizes[item.axis, item.kind] += item.size or 0
+    return [AxisTraffic(*key, calls, sizes[key]) for key, calls in found.items()]
+
+
+def _moments(number: int) -> Callable[[ParameterRow, Mapping[str, Any]], int]:
+    return lambda row, options: number * row.bytes_per_rank
+
+
+def _of_sgd(row: ParameterRow, options: Mapping[str, Any]) -> int:
+    return row.bytes_per_rank if options["momentum"] else 0
+
+
+def _of_adafactor(row: ParameterRow, options: Mapping[str, Any]) -> int:
+    numbers = [ROWS, COLUMNS] if len(row.local_shape) > 1 else [ALL]
+    return max(4, itemsize(row.dtype)) * sum(_number(row.local_shape, kept) for kept in numbers)
+
+
+def _of_user(row: ParameterRow, options: Mapping[str, Any]) -> int:
+    states = options["matrix"] if len(row.local_shape) > 1 else options["vector"]
+    return sum((size or itemsize(row.dtype)) * _number(row.local_shape, kept) for kept, size in states)
+
+
+def _number(shape: tuple[int, ...], kept: str) -> int:
+    left = {ALL: shape, ROWS: shape[:-1], COLUMNS: (*shape[:-2], *shape[-1:]), ONE: ()}
+    return prod(left[kept])
+
+
+def _rounds_of_adafactor(rows: list[ParameterRow]) -> list[AxisTraffic]:
+    """Two rounds of sums (:mod:`meshwright.distributed.update.adafactor`), each an all-reduce for an axis and a dtype."""
+    sizes: dict[tuple[str, int], int] = {}
+    for row in rows:
+        shape, width = row.local_shape, max(4, itemsize(row.dtype))
+        last, before, around = len(shape) - 1, len(shape) - 2, prod(shape[:-2])
+        for axis, placement in row.placements:
+            if placement == "Replicate()":
+                continue
+            axis = "dp_shard_cp" if axis == "dp_shard" else axis
+            dim = int(placement.partition("(")[2].partition(",")[0].rstrip(")"))
+            numbers = 2  # the sizes of the parameter and of its update
+            if len(shape) > 1:
+                numbers += _number(shape, ROWS) * (dim == last) + (_number(shape, COLUMNS) + around) * (dim == before)
+                numbers += around * (dim in (last, before))
+            sizes[axis, width] = sizes.get((axis, width), 0) + numbers * width
+    return [AxisTraffic(axis, "all_reduce", 2, size) for (axis, _), size in sizes.items()]
+
+
+_TRAFFIC: dict[str, Callable[[list[ParameterRow]], list[AxisTraffic]]] = {"adafactor": _rounds_of_adafactor}
+"""The collectives of a kind for the parameters that it updates; the others have none."""
+
+_BYTES: dict[str, Callable[[ParameterRow, Mapping[str, Any]], int]] = {
+    "adamw": _moments(2),
+    "adafactor": _of_adafactor,
+    "lion": _moments(1),
+    "sgd": _of_sgd,
+    "": _of_user,
+}
+
+_WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "adamw": lambda options: "AdamW, two moments",
+    "adafactor": lambda options: "Adafactor, means of rows and columns",
+    "lion": lambda options: "Lion, one moment",
+    "sgd": lambda options: "SGD, momentum" if options["momentum"] else "SGD, nothing",
+}
