@@ -15,6 +15,7 @@ from torch import nn
 from meshwright.device import Ability, able
 from meshwright.distributed.update.adafactor import Adafactor
 from meshwright.distributed.update.lion import Lion
+from meshwright.distributed.update.sgd import Sgd
 from meshwright.errors import ConfigError, PartError, PlanError, Refusal
 from meshwright.objectives.call import in_part
 from meshwright.plan.given.options import UpdateRule
@@ -113,7 +114,7 @@ _OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adafactor": Adafactor,
     "lion": Lion,
-    "sgd": torch.optim.SGD,
+    "sgd": Sgd,
 }
 
 

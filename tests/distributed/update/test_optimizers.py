@@ -13,6 +13,7 @@ from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.update.adafactor import Adafactor
 from meshwright.distributed.update.flagged import local
 from meshwright.distributed.update.lion import Lion
+from meshwright.distributed.update.sgd import Sgd
 from meshwright.layout import Layout
 from tests.harness import run_ranks
 
@@ -40,7 +41,8 @@ def alone(kind: Any) -> dict[str, torch.Tensor]:
     if kind is Lion:
         lion_of_the_paper(values, STEPS, (0.8, 0.95), 0.01, 0.1)
         return values
-    optimizer = torch.optim.Adafactor([value.requires_grad_() for value in values.values()], lr=0.1, weight_decay=0.1)
+    theirs = {Adafactor: torch.optim.Adafactor, Sgd: partial(torch.optim.SGD, momentum=0.9, nesterov=True)}[kind]
+    optimizer = theirs([value.requires_grad_() for value in values.values()], lr=0.1, weight_decay=0.1)
     for step in range(STEPS):
         for value, gradient in zip(values.values(), gradients(step).values(), strict=True):
             value.grad = gradient
@@ -51,6 +53,8 @@ def alone(kind: Any) -> dict[str, torch.Tensor]:
 def made(kind: Any, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     if kind is Lion:
         return Lion(parameters, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
+    if kind is Sgd:
+        return Sgd(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
     return Adafactor(parameters, lr=0.1, weight_decay=0.1)
 
 
@@ -81,7 +85,7 @@ def sharded(kind: Any, layout: Layout, rank: int) -> None:
         with CommCounter() as counter:
             optimizer.step()
         # Two rounds of sums, over each axis that something is sharded over.
-        assert counter.counts == ({} if kind is Lion else {"all_reduce": 4 if layout.size("tp") > 1 else 2})
+        assert counter.counts == ({} if kind is not Adafactor else {"all_reduce": 4 if layout.size("tp") > 1 else 2})
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.full_tensor().detach(), truth[name], rtol=0, atol=1e-13)
     # A step that is skipped moves no number, whatever the gradient is.
@@ -107,7 +111,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Lion, Adafactor])
+@pytest.mark.parametrize("kind", [Lion, Sgd, Adafactor])
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
 def test_shards_are_updated_as_in_one_process(kind: Any, layout: Layout, ranks: int) -> None:
     run_ranks(partial(sharded, kind, layout), ranks)

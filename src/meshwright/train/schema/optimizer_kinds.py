@@ -37,7 +37,7 @@ class LionOptions(Section):
 
 
 class SgdOptions(Section):
-    """Stochastic gradient descent, as torch.optim.SGD."""
+    """Stochastic gradient descent, as torch.optim.SGD; decay is added to the gradient."""
 
     momentum: float = Field(default=0.0, ge=0, lt=1)
     nesterov: bool = False
@@ -46,7 +46,7 @@ class SgdOptions(Section):
 SCHEMAS: dict[str, type[Section]] = {ADAMW: _None, "adafactor": AdafactorOptions, "lion": LionOptions, "sgd": SgdOptions}
 """The options of each kind."""
 
-KEYS: dict[str, tuple[str, ...]] = {ADAMW: ("betas", "eps", "fused"), "sgd": ("fused",)}
+KEYS: dict[str, tuple[str, ...]] = {ADAMW: ("betas", "eps", "fused")}
 """The keys of ``optimizer`` that only some kinds have."""
 
 
@@ -64,7 +64,7 @@ def options_of(where: str, kind: str, arguments: Mapping[str, Any]) -> Section:
     try:
         return SCHEMAS[kind].model_validate(arguments)
     except ValidationError as error:
-        legal = ", ".join(SCHEMAS[kind].model_fields) or f"none; {', '.join(KEYS[kind])} stand beside kind"
+        legal = ", ".join(SCHEMAS[kind].model_fields) or f"none; {', '.join(KEYS.get(kind, ()))} stand beside kind"
         found = [(".".join(map(str, item["loc"])), item) for item in error.errors()]
         said = [
             f"{where}.with.{key}: unknown option of kind={kind}; leave it out; legal here: {legal}"
