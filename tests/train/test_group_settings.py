@@ -91,7 +91,7 @@ def test_plan_and_optimizer_have_them(tmp_path: Path) -> None:
     fused = settings_of(setup, optimizer, "fused")
     assert (fused[UP], fused[OTHER]) == ((False,), (True,))
     # The audit derives the same from the words of the configuration alone.
-    plain = plain_groups(setup.model, setup.config.optimizer, to_be_decayed(setup.model, 0, (), ()))
+    plain = plain_groups(setup.model, setup.config.optimizer, to_be_decayed(setup.model, 0, (), ()))["adamw"]
     names = {parameter: name for name, parameter in setup.model.named_parameters()}
     theirs = {names[p]: (g["betas"], g["eps"], g["weight_decay"], g[SHARE]) for g in plain for p in g["params"]}
     assert theirs == found
@@ -254,6 +254,7 @@ def test_adamw_beside_an_optimizer_of_the_user(tmp_path: Path) -> None:
     )
     ours = config.optimizer.as_adamw
     assert (ours.is_adamw, config.optimizer.is_adamw) == (True, False)
+    setup = make_setup(config.model_copy(update={"optimizer": ours}), 1)
     assert type(build_optimizer(setup.model, ours, setup.plan.parameters)) is torch.optim.AdamW
 
 

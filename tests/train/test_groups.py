@@ -103,11 +103,14 @@ def test_the_optimizer_has_them(tmp_path: Path) -> None:
     assert found["model.layers.0.mlp.up_proj.weight"] == (pytest.approx(0.02 * 0.4), 0.1)
     assert found.keys() == set(names.values())
     settings = setup.config.optimizer
-    plain = plain_groups(model, settings, to_be_decayed(model, 0, (), ()))
+    plain = plain_groups(model, settings, to_be_decayed(model, 0, (), ()))["adamw"]
     theirs = {names[p]: (0.02 * group[SHARE], group["weight_decay"]) for group in plain for p in group["params"]}
     assert {name: pytest.approx(pair) for name, pair in found.items()} == theirs
     user = settings.model_copy(update={"use": "torch.optim:SGD", "arguments": {"momentum": 0.5}})
-    groups = build_optimizer(model, user, setup.plan.parameters).param_groups
+    with pytest.raises(PlanError, match="updated by adamw, and the configuration has torch"):
+        build_optimizer(model, user, setup.plan.parameters)
+    rows = [replace(row, update="torch.optim:SGD (momentum=0.5)") for row in setup.plan.parameters]
+    groups = build_optimizer(model, user, rows).param_groups
     assert {(group["lr"], group["weight_decay"]) for group in groups} >= {(settings.lr * 0.1, 0.0)}
 
 

@@ -1,4 +1,4 @@
-"""Which parameters are to be decayed, derived once more for the reference, from the words of the configuration alone.
+"""The optimizer of the reference, from the words of the configuration alone: what it decays, and how it updates each parameter.
 
 The words are: "Matrices; vectors (norms, biases, also those of experts, which lie behind each other in one tensor) are never
 decayed." The plan decides from a spec. This module reads names and shapes of the model, and no plan. The number of experts
@@ -7,7 +7,7 @@ comes from the caller, which reads it from the config, under the key that the sp
 
 import copy
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 from meshwright.plan.given.names import match_names
 from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.optimizer import SHARE
+from meshwright.train.optimizer import SHARE, SeveralOptimizers, users_optimizer
+from meshwright.train.schema.optimizer_kinds import ADAMW
 
 __all__ = ["decayed_by_optimizer", "plain_groups", "plain_optimizer", "to_be_decayed"]
 
@@ -76,22 +77,23 @@ def _scales_each_feature(holder: nn.Module, own: str) -> bool:
     return bool(changed[:, 0].all()) and not bool(changed[:, 1:].any())
 
 
-def plain_groups(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> list[dict[str, Any]]:
-    """Return groups of parameters for AdamW in one process: of each, how it is updated, read from names and words alone.
+def plain_groups(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return groups of parameters for optimizers in one process, by the names of these (those of rows of a plan).
 
-    The words of a group are: the first whose pattern matches the name of a parameter, or of a module that holds it; with
-    ``lr_decay``, once for each layer above; what the model lists before its first layer is one below it.
+    How each parameter is updated is read from names and words alone. The words of a group are: the first whose pattern matches
+    the name of a parameter, or of a module that holds it; with ``lr_decay``, once for each layer above; what the model lists
+    before its first layer is one below it.
     """
     names = {name: own for one, own in names_of_parameters(model).items() for name in own[:1] if one.requires_grad}
     numbered = {name: re.match(r"(.*?)\.(\d+)\.", name) for name in (own[0] for own in names_of_parameters(model).values())}
     layers = [(match[1], int(match[2])) for match in numbered.values() if match]
-    made: dict[tuple[float, float, tuple[float, float], float], list[nn.Parameter]] = {}
-    parameters = dict(model.named_parameters())
+    made: dict[tuple[str, float, float, tuple[float, float], float], list[nn.Parameter]] = {}
+    parameters, whole = dict(model.named_parameters()), next(iter(settings.updaters))
     for name, own in names.items():
         group = next((one for one in settings.groups if any(_held_by(one.match, alias) for alias in own)), None)
-        share, decay, betas, eps = 1.0, settings.weight_decay, settings.betas, settings.eps
+        share, decay, betas, eps, updater = 1.0, settings.weight_decay, settings.betas, settings.eps, whole
         if group is not None:
-            share = group.share(settings.lr)
+            share, updater = group.share(settings.lr), settings.updater_of(group).name
             decay = decay if group.weight_decay is None else group.weight_decay
             betas, eps = group.betas or betas, group.eps or eps
             if group.lr_decay is not None and layers:
@@ -100,11 +102,13 @@ def plain_groups(model: nn.Module, settings: OptimizerConfig, decayed: Collectio
                 stack, layer = (place[1], int(place[2])) if place else (layers[0][0], -1 if early else None)
                 top = max(number for other, number in layers if other == stack)
                 share *= group.lr_decay ** (0 if layer is None else top - layer)
-        made.setdefault((share, decay if name in decayed else 0.0, betas, eps), []).append(parameters[name])
-    return [
-        {"params": own, "lr": settings.lr * share, SHARE: share, "weight_decay": decay, "betas": betas, "eps": eps}
-        for (share, decay, betas, eps), own in made.items()
-    ]
+        made.setdefault((updater, share, decay if name in decayed else 0.0, betas, eps), []).append(parameters[name])
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for (updater, share, decay, betas, eps), held in made.items():
+        found = {"params": held, "lr": settings.lr * share, SHARE: share, "weight_decay": decay}
+        of_adamw = {"betas": betas, "eps": eps} if settings.updaters[updater].kind == ADAMW else {}
+        groups.setdefault(updater, []).append({**found, **of_adamw})
+    return groups
 
 
 def _held_by(pattern: str, name: str) -> bool:
@@ -112,13 +116,45 @@ def _held_by(pattern: str, name: str) -> bool:
     return any(match_names(pattern, [".".join(parts[:end])]) for end in range(1, len(parts) + 1))
 
 
-def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> torch.optim.AdamW:
-    """Return AdamW for one process, with the groups of :func:`plain_groups`."""
-    groups = plain_groups(model, settings, decayed)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=settings.fused)
+def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> torch.optim.Optimizer:
+    """Return the optimizer of a configuration for one process, with the groups of :func:`plain_groups`."""
+    made, updaters = {}, settings.updaters
+    for name, groups in plain_groups(model, settings, decayed).items():
+        updater = updaters[name]
+        if updater.options is None:
+            made[name] = users_optimizer(settings, updater, groups)
+        elif updater.kind == ADAMW:
+            made[name] = torch.optim.AdamW(groups, lr=settings.lr, fused=settings.fused)
+        else:
+            made[name] = _PLAIN[updater.kind](groups, lr=settings.lr, **updater.options.model_dump())
+    return SeveralOptimizers(made, updaters) if len(made) != 1 else next(iter(made.values()))
+
+
+class _PlainLion(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 2302.06675, line by line."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in (one for one in group["params"] if one.grad is not None):
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                c = first * m + (1 - first) * p.grad
+                p -= group["lr"] * (c.sign() + group["weight_decay"] * p)
+                m.copy_(second * m + (1 - second) * p.grad)
+
+
+_PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adafactor": torch.optim.Adafactor,
+    "lion": _PlainLion,
+    "sgd": torch.optim.SGD,
+}
 
 
 def decayed_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the parameters that an optimizer decays."""
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    decayed = {id(p) for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]}
     return [name for name, parameter in model.named_parameters() if id(parameter) in decayed]

@@ -43,7 +43,7 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
         *_loss(plan.layout, reference, ranks, tolerances),
         *_norms(reference, ranks, rows, tolerances),
         *_decay(reference, ranks),
-        *_state(rows, ranks),
+        *_state(plan, rows, ranks),
         *_evaluation(reference, ranks, tolerances),
         *_resumed(ranks, tolerances),
         *wrong_counts(plan, ranks),
@@ -295,7 +295,7 @@ def _later_gradients(plan: ShardingPlan, rows: Sequence[Row], ranks: Sequence[Ra
     )
 
 
-def _state(rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding]:
+def _state(plan: ShardingPlan, rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding]:
     """Yield what is wrong after the steps, for parameters whose gradient is right. Otherwise it follows from the gradient."""
     first = earliest(item for result in ranks for item in result.divergences if item.moment is Moment.PARAMETER)
     first_wrong = {item.name: item.step for item in first}
@@ -315,6 +315,14 @@ def _state(rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding
         yield Finding(
             Kind.STATE,
             f"{noun} of {listed(names)} differ after {f'step {step}' if step else 'the steps'}{more}, the worst first (error "
-            f"{worst.error:.2g}, ratio {worst.ratio:.4g}), though the first gradients agree",
+            f"{worst.error:.2g}, ratio {worst.ratio:.4g}), though the first gradients agree{_by_user(plan, worst)}",
             names,
         )
+
+
+def _by_user(plan: ShardingPlan, row: Row) -> str:
+    """Return what is to be said of a wrong row if an optimizer of the user is its cause."""
+    rule = next((plan.options.rules[own.update] for own in plan.parameters if own.name == row.name and own.trainable), None)
+    if rule is None or rule.kind:
+        return ""
+    return f"; optimizer {rule.name} changes it: of shards it computes something else than of the whole parameter"

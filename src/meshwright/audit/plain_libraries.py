@@ -24,7 +24,7 @@ from torch import nn
 
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, in_dtype, silence_dropout
 from meshwright.audit.compare import compare
-from meshwright.audit.decay import plain_groups, to_be_decayed
+from meshwright.audit.decay import plain_optimizer, to_be_decayed
 from meshwright.audit.findings import Finding, Kind, listed
 from meshwright.audit.model_files import ADAPTER, MODEL, from_files, unwritten
 from meshwright.audit.reference import plain_model
@@ -250,8 +250,7 @@ class _Theirs:
         silence_dropout(model)
         self.model: nn.Module = model.train()
         self.parameters = {_in_files(name): own for name, own in model.named_parameters() if own.requires_grad}
-        groups = plain_groups(model, settings, decayed)
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+        self.optimizer = plain_optimizer(model, settings, decayed)
         self.limit, self.device = config.training.clip_norm, device
         self.loss = 0.0
         self.gradients: Tensors = {}

@@ -23,7 +23,7 @@ from meshwright.audit.precision import FLOORS
 from meshwright.audit.reference import Reference
 from meshwright.audit.result import RankResult, placements_in_words
 from meshwright.audit.timeline import Moment, divergences, sketch
-from meshwright.audit.tolerance import TOLERANCES, Tolerances
+from meshwright.audit.tolerance import SQUARES, TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.memory.nf4 import dequantize, is_packed
@@ -235,11 +235,11 @@ class RankTrainer(AuditTrainer):
             gradient = self.tolerances.gradient(name, self.scales[name])
             tolerance, scale = self.tolerances.state(name, gradient), clipped * self.scales[name]
             self._compare_movement(name, parameter, tolerance, gradient * scale)
-            kinds = {*states, *(key.rpartition(".")[2] for key in self.reference.names(f"optimizer.{name}"))}
-            for kind in sorted(kinds):
+            own = {kind for kind, named in states.items() if name in named}
+            for kind in sorted(own.union(self.reference.names(f"optimizer.{name}"))):
                 truth = self.reference.get(f"optimizer.{name}.{kind}")
                 floor = self.tolerances.moment_floor(name, kind, scale, settings)
-                allowed = {"step": 0.0, "exp_avg_sq": 2 * tolerance}.get(kind, tolerance)
+                allowed = {"step": 0.0, **dict.fromkeys(SQUARES, 2 * tolerance)}.get(kind, tolerance)
                 self._row(kind, name, states.get(kind, {}).get(name), truth, allowed, floor)
         self.result.digests["parameter"] = {name: digest(parameter) for name, parameter in self.named.items()}
         for kind, named in states.items():
@@ -275,11 +275,12 @@ class RankTrainer(AuditTrainer):
             off: how much an entry of its gradient may be off.
         """
         before, after = self.reference.get(f"initial.{name}"), self.reference.get(f"final.{name}")
-        variance = self.reference.get(f"optimizer.{name}.exp_avg_sq")
+        kept = self.reference.names(f"optimizer.{name}")
+        states = {kind: own for kind in kept if (own := self.reference.get(f"optimizer.{name}.{kind}")) is not None}
         slack = moved = None
-        if before is not None and after is not None and variance is not None:
+        if before is not None and after is not None:
             moved = after.double() - before.double()
-            slack = self.tolerances.movement(name, variance, after, off, self.config.optimizer) / tolerance
+            slack = self.tolerances.movement(name, states, after, off, self.config.optimizer) / tolerance
         gathered = _whole(parameter)
         value = None if before is None else gathered.double().cpu() - before.double()
         self._row("parameter", name, value, moved, tolerance, slack=slack)

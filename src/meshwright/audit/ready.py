@@ -19,7 +19,9 @@ gradient that is only rounding moves a weight by the whole learning rate, and th
 def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
     """Return a configuration that runs some steps in a dtype and writes only inside a folder, and the changes made for it."""
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
-    parallel, model, optimizer = changed.parallel, changed.model, config.optimizer.as_adamw
+    parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
+    if dtype != "float64":  # another optimizer may amplify what is only rounding
+        optimizer = optimizer.as_adamw
     if dtype == "float64" and parallel.compile:
         parallel = parallel.model_copy(update={"compile": False})
     if model.attn_implementation not in (None, "eager", "sdpa"):
@@ -57,7 +59,8 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         "optimizer.lr": "steps have to be seen in the parameters",
         "optimizer.eps": "rounding is not to decide the sign of an update",
         "optimizer.groups": "rounding is not to decide the sign of an update; AdamW stands in for other optimizers",
-        "optimizer.use": "AdamW stands in for it: its state is not audited yet",
+        "optimizer.kind": "AdamW stands in for it: --dtype float64 audits its state",
+        "optimizer.use": "AdamW stands in for it: --dtype float64 audits its state",
         "schedule.kind": "the first steps are to count",
         "schedule.warmup_steps": "the first steps are to count",
     }

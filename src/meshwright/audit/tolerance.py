@@ -12,14 +12,17 @@ to another expert. So there one step is compared, which has all the casts. More 
 in bfloat16 if each microbatch is computed exactly as in one process.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from meshwright.audit.reference import LOSS, Reference
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import OptimizerConfig
+from meshwright.train.schema.optimizer_kinds import ADAMW
 
-__all__ = ["TOLERANCES", "Tolerances", "comparable_steps"]
+__all__ = ["SQUARES", "TOLERANCES", "Tolerances", "comparable_steps"]
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-5}
 """For gradients, loss and norm of the first step, relative to the largest entry. Another order of sums gives far less."""
@@ -37,6 +40,9 @@ the noise of the loss is larger, so is its tolerance: self-conditioning feeds ro
 NOISE_FACTOR = 4.0
 """A gradient may differ from its reference by this many times the noise. Both distances come from about the same distribution,
 and the one that was measured may be small by chance."""
+
+SQUARES = ("exp_avg_sq", "row_var", "col_var", "variance")
+"""States of optimizers that are means of squared gradients: their relative error is twice that of a gradient."""
 
 HALF_EPS = 2.0**-8
 """Relative rounding of bfloat16."""
@@ -89,31 +95,44 @@ class Tolerances:
         return max(self.steps * STATE_TOLERANCES[self.dtype], gradient, 4 * self.steps * self.storage_eps(name))
 
     def movement(
-        self, name: str, variance: torch.Tensor, after: torch.Tensor, off: float, settings: OptimizerConfig
+        self, name: str, states: Mapping[str, torch.Tensor], after: torch.Tensor, off: float, settings: OptimizerConfig
     ) -> torch.Tensor:
         """For each entry of the movement of a parameter in all steps, absolute, beside that of :meth:`state`.
 
-        Adam divides a gradient by its own size. If that is not far above rounding, the update may be any number up to the
-        learning rate, in one process too. So an entry may also differ by the movement that a difference of ``off`` in its
-        gradient can cause, and by the rounding of its stored value.
+        Adam divides a gradient by its own size, and Lion takes its sign. If that size is not far above rounding, the update may
+        be any number up to the learning rate, in one process too. So an entry may also differ by the movement that a difference
+        of ``off`` in its gradient can cause, and by the rounding of its stored value.
 
         Args:
             name: its name.
-            variance: ``exp_avg_sq`` in one process.
+            states: the states of the optimizer in one process, by kind.
             after: its values in one process.
             off: how much an entry of its gradient may be off.
             settings: of the optimizer.
         """
         row = self.rows[name]
-        second, eps = (row.betas or settings.betas)[1], row.eps or settings.eps
-        size = (variance.double() / (1 - second**self.steps)).sqrt() + eps
-        caused = row.rate * settings.lr * self.steps * (off / size).clamp(max=2.0)
+        kind, caused = settings.updaters[row.update].kind, torch.zeros(())
+        size: torch.Tensor | None = None
+        if kind == ADAMW and "exp_avg_sq" in states:
+            second, eps = (row.betas or settings.betas)[1], row.eps or settings.eps
+            size = (states["exp_avg_sq"].double() / (1 - second**self.steps)).sqrt() + eps
+        elif kind == "lion" and "exp_avg" in states:
+            size = states["exp_avg"].double().abs()
+        if size is not None:
+            caused = row.rate * settings.lr * self.steps * (off / size).nan_to_num(posinf=2.0).clamp(max=2.0)
         return caused + 4 * self.steps * self.storage_eps(name) * float(after.abs().max())
 
     def moment_floor(self, name: str, kind: str, scale: float, settings: OptimizerConfig) -> float:
-        """For a moment of AdamW: what one step with a gradient of this scale adds to it; 0 for another state."""
-        first, second = self.rows[name].betas or settings.betas
-        return {"exp_avg": (1 - first) * scale, "exp_avg_sq": (1 - second) * scale**2}.get(kind, 0.0)
+        """For a moment of an optimizer of ours: what one step with a gradient of this scale adds to it; 0 for another state."""
+        row = self.rows[name]
+        first, second = row.betas or settings.betas
+        of_kind = {
+            ADAMW: {"exp_avg": (1 - first) * scale, "exp_avg_sq": (1 - second) * scale**2},
+            "lion": {"exp_avg": 0.01 * scale},
+            "sgd": {"momentum_buffer": scale},
+            "adafactor": dict.fromkeys(("row_var", "col_var", "variance"), scale**2),
+        }
+        return of_kind.get(settings.updaters[row.update].kind, {}).get(kind, 0.0)
 
     def storage_eps(self, name: str) -> float:
         """Relative rounding of the dtype that a parameter is stored in."""

@@ -73,6 +73,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
         decay = config.weight_decay if row.weight_decay is None else row.weight_decay
         fused = everywhere if row.fused is None else row.fused
         settings = _Settings(row.rate, decay if row.decayed else 0.0, row.betas or config.betas, row.eps or config.eps, fused)
+        if row.update not in updaters:
+            said = f"the plan has {name!r} updated by {row.update}, and the configuration has {', '.join(updaters)}"
+            raise PlanError("plan.model", said)
         alike.setdefault(row.update, {}).setdefault(settings, []).append(parameter)
     alike = alike or {next(iter(updaters)): {whole: []}}  # a stage may have no trained parameter
     made = {name: _make(config, one, alike[name], whole) for name, one in updaters.items() if name in alike}
@@ -98,11 +101,7 @@ def _make(
         own = {"params": alike[settings], "weight_decay": settings.weight_decay}
         groups.append({**own, "lr": config.lr * settings.share, SHARE: settings.share})
     if updater.part is not None:
-        kind, arguments = _users(config, updater)
-        if "weight_decay" not in inspect.signature(kind).parameters:
-            groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-        with in_part(f"optimizer {updater.part.use}", "__init__"):
-            return kind(groups, lr=config.lr, **arguments)
+        return users_optimizer(config, updater, groups)
     keys = KEYS.get(updater.kind, ())
     for group, settings in zip(groups, sorted(alike, reverse=True), strict=True):
         group |= {key: getattr(settings, key) for key in keys}
@@ -116,6 +115,16 @@ _OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lion": Lion,
     "sgd": Sgd,
 }
+
+
+def users_optimizer(config: OptimizerConfig, updater: Updater, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the user for groups of parameters."""
+    kind, arguments = _users(config, updater)
+    if "weight_decay" not in inspect.signature(kind).parameters:
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+    assert updater.part is not None
+    with in_part(f"optimizer {updater.part.use}", "__init__"):
+        return kind(groups, lr=config.lr, **arguments)
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
@@ -148,7 +157,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
                 with in_part(f"optimizer {part.use}", "step") if part is not None else nullcontext():
                     one.step()
             finally:
-                if hasattr(one, "found_inf"):
+                if "found_inf" in vars(one):
                     del one.found_inf
 
 

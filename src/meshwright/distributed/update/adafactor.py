@@ -65,11 +65,11 @@ class _Update:
             self.state["step"] = torch.zeros((), device=self.values.device)
             kept = {"row_var": -1, "col_var": -2} if parameter.ndim > 1 else {"variance": None}
             self.state.update({name: _means(parameter, self.dtype, dim) for name, dim in kept.items()})
-        self.state["step"] += optimizer.made(1.0)
-        step = self.state["step"].to(self.dtype).clamp(min=1)
-        self.weight = optimizer.made(step ** group["beta2_decay"])
-        self.rate = optimizer.made(step.rsqrt().clamp(max=group["lr"]))
-        self.decay = 1 - optimizer.made(group["lr"] * group["weight_decay"])
+        step = self.state["step"].to(self.dtype) + 1
+        self.put = optimizer.put
+        self.put(self.state["step"], step.to(self.state["step"].dtype))
+        self.weight, self.rate = step ** group["beta2_decay"], step.rsqrt().clamp(max=group["lr"])
+        self.decay = 1 - group["lr"] * group["weight_decay"]
         first, self.least = group["eps"]
         self.eps = torch.finfo(parameter.dtype).eps if first is None else first
 
@@ -79,7 +79,8 @@ class _Update:
         self.size = _Sum(self.values.to(self.dtype).square().sum(), self._over(*range(len(self.shape))))
         yield self.size
         if len(self.shape) < 2:
-            local(self.state["variance"]).lerp_(square, self.weight)
+            self.second = local(self.state["variance"]).lerp(square, self.weight)
+            self.put(local(self.state["variance"]), self.second)
             return
         self.rows, self.columns = (_Sum(square.sum(dim, keepdim=True), self._over(dim)) for dim in (-1, -2))
         # The mean of the new means of rows is that of the old ones and of the gradient's, so it needs no round of its own.
@@ -91,8 +92,9 @@ class _Update:
         """Bring the means up to date, and return the sum for the size of the update."""
         if len(self.shape) >= 2:
             *_, m, n = self.shape
-            local(self.state["row_var"]).lerp_(self.rows.value / n, self.weight)
-            local(self.state["col_var"]).lerp_(self.columns.value / m, self.weight)
+            for name, mean in (("row_var", self.rows.value / n), ("col_var", self.columns.value / m)):
+                kept = local(self.state[name])
+                self.put(kept, kept.lerp(mean, self.weight))
             self.mean = (self.old.value / m).lerp(self.new.value / (m * n), self.weight)
         self.norm = _Sum(self._direction().square().sum(), self._over(*range(len(self.shape))))
         return self.norm
@@ -100,7 +102,7 @@ class _Update:
     def _direction(self) -> torch.Tensor:
         """Return the update before it is clipped. It is computed twice, so that not all are held at once."""
         if len(self.shape) < 2:
-            second = local(self.state["variance"]).clone()
+            second = self.second.clone()
         else:
             second = local(self.state["row_var"]) * local(self.state["col_var"]) / self.mean.clamp(min=self.eps)
         return second.clamp_(min=self.eps**2).rsqrt_().mul_(self.gradient)
@@ -111,7 +113,7 @@ class _Update:
         size = (self.size.value.sqrt() / root).clamp(min=self.least)
         clipped = (self.norm.value.sqrt() / (root * self.group["d"])).clamp(min=1)
         changed = self.values.to(self.dtype) * self.decay - self._direction() * (self.rate * size / clipped)
-        self.values.copy_(changed)
+        self.put(self.values, changed.to(self.values.dtype))
 
     def _over(self, *dims: int) -> list[dist.ProcessGroup]:
         wanted = {dim % len(self.shape) for dim in dims}

@@ -26,18 +26,15 @@ class FlaggedOptimizer(torch.optim.Optimizer):
     """The flag of this step, a number; ``None``: the step is made."""
 
     def trained(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
-        """Yield each parameter that has a gradient: its group, itself, and the local part of the gradient.
-
-        With a flag that is 1, the gradient is zeros: it may be no number, and nothing may become so.
-        """
-        flag = self.found_inf
+        """Yield each parameter that has a gradient: its group, itself, and the local part of the gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient = local(parameter.grad)
-                yield group, parameter, gradient if flag is None else gradient.masked_fill(flag.bool(), 0.0)
+                if parameter.grad is not None:
+                    yield group, parameter, local(parameter.grad)
 
-    def made(self, value: Any) -> Any:
-        """Return a number, such as a rate: 0 if the flag is 1."""
-        return value if self.found_inf is None else value * (1 - self.found_inf)
+    def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Write new values into a tensor, unless the flag is 1."""
+        if self.found_inf is None:
+            target.copy_(values)
+        else:
+            torch.where(self.found_inf.bool(), target, values, out=target)

@@ -34,7 +34,7 @@ class Lion(FlaggedOptimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
             values, average = local(parameter), local(state["exp_avg"])
             first, second = group["betas"]
-            rate = self.made(group["lr"])
-            values.mul_(1 - rate * group["weight_decay"])
-            values.sub_(average.lerp(gradient, 1 - first).sign_().mul_(rate))
-            average.mul_(1 - self.made(1 - second)).add_(gradient.mul(1 - second))
+            rate = group["lr"]
+            direction = average.lerp(gradient, 1 - first).sign_()
+            self.put(values, values.mul(1 - rate * group["weight_decay"]).sub_(direction, alpha=rate))
+            self.put(average, average.lerp(gradient, 1 - second))
