@@ -5,6 +5,7 @@ from pathlib import Path
 from meshwright.audit.case import in_dtype
 from meshwright.shrink.small_config import Change
 from meshwright.train.config import RunConfig, ScheduleConfig
+from meshwright.train.schema.optimizer_kinds import QUANTIZED
 
 __all__ = ["SMOOTH_EPS", "make_ready"]
 
@@ -20,7 +21,7 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
     """Return a configuration that runs some steps in a dtype and writes only inside a folder, and the changes made for it."""
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
     parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
-    if dtype != "float64":  # another optimizer may amplify what is only rounding
+    if dtype != "float64" or optimizer.kinds & set(QUANTIZED):  # another may amplify what is only rounding; these round
         optimizer = optimizer.as_adamw
     if dtype == "float64" and parallel.compile:
         parallel = parallel.model_copy(update={"compile": False})
@@ -59,7 +60,7 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         "optimizer.lr": "steps have to be seen in the parameters",
         "optimizer.eps": "rounding is not to decide the sign of an update",
         "optimizer.groups": "rounding is not to decide the sign of an update; AdamW stands in for other optimizers",
-        "optimizer.kind": "AdamW stands in for it: --dtype float64 audits its state",
+        "optimizer.kind": "AdamW stands in for it, for it rounds; --dtype float64 audits the state of kinds that do not",
         "optimizer.use": "AdamW stands in for it: --dtype float64 audits its state",
         "schedule.kind": "the first steps are to count",
         "schedule.warmup_steps": "the first steps are to count",

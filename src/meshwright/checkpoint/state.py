@@ -4,7 +4,7 @@ Names do not depend on the layout: ``model.NAME``, ``optimizer.NAME.KEY``, ``rng
 each element once, and each rank reads the elements that it needs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.checkpoint import storage
 from meshwright.device import rng_state, set_rng_state
 from meshwright.distributed.memory.nf4 import dequantize, is_packed
+from meshwright.distributed.update.quantized import is_quantized, on_host, take
 
 __all__ = [
     "initialize_optimizer",
@@ -21,6 +22,7 @@ __all__ = [
     "read_model",
     "rng_tensors",
     "set_rng",
+    "take_moments",
     "without_absent",
 ]
 
@@ -60,14 +62,26 @@ def read_model(checkpoint: Path, model: nn.Module, *, trained: bool = False) -> 
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the optimizer state of every trained parameter, under the parameter's name."""
+    """Return the optimizer state of every trained parameter, under the parameter's name.
+
+    What is in blocks of few bits is returned as numbers on the host; :func:`take_moments` is their way back.
+    """
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"optimizer.{names[parameter]}.{key}": value
+        f"optimizer.{names[parameter]}.{key}": on_host(parameter, value) if is_quantized(value) else value
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def take_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Round the moments of :func:`optimizer_tensors` that a checkpoint was read into to blocks of few bits."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and is_quantized(value):
+                take(value, tensors[f"optimizer.{names[parameter]}.{key}"])
 
 
 def without_absent(
@@ -91,20 +105,24 @@ def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     So a checkpoint has the state of every trained parameter, also of one that has had no gradient yet. And a new optimizer of
     the same kind has all the tensors that a checkpoint is read into. The function takes one step with zero gradients and a zero
-    learning rate, which changes no parameter.
+    learning rate, which changes no parameter. A parameter that has a state keeps it.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
+    stepped = [
+        own for group in optimizer.param_groups for own in group["params"] if own.requires_grad and own not in optimizer.state
+    ]
+    if not stepped:
+        return
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in stepped:
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for state in optimizer.state.values():
-        for value in state.values():
+    for parameter in stepped:
+        for value in optimizer.state[parameter].values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
 

@@ -133,6 +133,9 @@ def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
         yield [("parallel.activation_checkpointing", mode)], cost
     if modes:
         together["parallel.activation_checkpointing"] = modes[-1]
+    if config.optimizer.is_adamw:
+        cost = "rounds the moments to 8 bits; needs pip install 'meshwright[torchao]'"
+        yield [("optimizer.kind", "adamw8bit"), *_without_fused(config)], cost
     if rows > 1:
         yield [("training.microbatch_size", rows // 2)], "smaller products, and twice the microbatches"
         together["training.microbatch_size"] = 1
@@ -149,6 +152,11 @@ def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
     if len(together) > 1:
         yield list(together.items()), "all of it together"
     yield [*together.items(), ("parallel.cpu_offload", True)], "shards travel to and from the host in each step"
+
+
+def _without_fused(config: RunConfig) -> list[tuple[str, Any]]:
+    """Return what must go with the kind of the optimizer."""
+    return [("optimizer.fused", None)] if config.optimizer.fused is not None else []
 
 
 def _less(mode: str, than: ActivationCheckpointing) -> bool:

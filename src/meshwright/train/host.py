@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from meshwright.plan.cost.price import totals
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
-from meshwright.plan.given.names import within
+from meshwright.plan.given.names import generalize, within
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.show.summary import human_bytes
+from meshwright.plan.update.states import LEAST_IN_BLOCKS, in_blocks
 from meshwright.train.config import RunConfig
+from meshwright.train.schema.optimizer_kinds import QUANTIZED
 
 __all__ = ["host_lines"]
 
@@ -23,6 +25,9 @@ def _waits(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:
     waiting = [one.part.use for one in updaters if one.part is not None and not one.part.arguments.get("fused")]
     if waiting:
         yield f"{said} in every step: it decides whether the optimizer steps (optimizer.use={waiting[0]})"
+    elif kinds := config.optimizer.kinds & set(QUANTIZED):
+        yield f"{said} in every step: it decides whether the optimizer steps (optimizer.kind={min(kinds)})"
+        yield from _unblocked(plan)
     elif config.parallel.cpu_offload:
         yield f"{said} in every step: the optimizer runs on the host (parallel.cpu_offload)"
     elif config.optimizer.fused is False or any(group.fused is False for group in config.optimizer.groups):
@@ -31,6 +36,19 @@ def _waits(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:
         again = [unit.name for unit in plan.units if unit.activation_checkpointing is not ActivationCheckpointing.NONE]
         runs = plan.options.microbatches * sum(1 + within(row.module, again) for row in plan.experts)
         yield f"{said} {runs:,} times a step: in each run of a mixture, for the numbers of tokens that it exchanges (layout.ep)"
+
+
+def _unblocked(plan: ShardingPlan) -> Iterator[str]:
+    """Say which moments torchao does not round."""
+    rules = plan.options.rules
+    own = [row for row in plan.parameters if row.trainable and rules[row.update].kind in QUANTIZED]
+    whole = [row for row in own if not in_blocks(row, dict(rules[row.update].options))]
+    if whole:
+        names = ", ".join(dict.fromkeys(generalize(row.name) for row in whole))
+        yield (
+            f"moments of {len(whole)} of {len(own)} parameters are not rounded: torchao does where a shard has at least "
+            f"{LEAST_IN_BLOCKS:,} numbers, and a multiple of a block ({names})"
+        )
 
 
 def _copies(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:

@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import cache, partial
+from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from meshwright.device import Ability, able
+from meshwright.device import CPU, Ability, able
 from meshwright.distributed.update.adafactor import Adafactor
 from meshwright.distributed.update.lion import Lion
+from meshwright.distributed.update.quantized import quantized_optimizer
 from meshwright.distributed.update.sgd import Sgd
 from meshwright.errors import ConfigError, PartError, PlanError, Refusal
 from meshwright.objectives.call import in_part
@@ -23,7 +25,7 @@ from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.plan.update.states import ALL, COLUMNS, ROWS
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 from meshwright.train.schema.optimizer_config import Updater
-from meshwright.train.schema.optimizer_kinds import KEYS
+from meshwright.train.schema.optimizer_kinds import KEYS, QUANTIZED
 from meshwright.user_code import check_arguments, find_part
 
 __all__ = [
@@ -109,10 +111,18 @@ def _make(
     return _OURS[updater.kind](groups, lr=config.lr, **{key: getattr(whole, key) for key in keys}, **options)
 
 
+def _quantized(kind: str, groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of torchao. On a CPU, and where nothing can be compiled, its step is made of several operators."""
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    compiled = all(device != CPU and able(device, Ability.COMPILED) for device in devices)
+    return quantized_optimizer(kind)(groups, compiled=compiled, **options)
+
+
 _OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adafactor": Adafactor,
     "lion": Lion,
+    **{kind: partial(_quantized, kind) for kind in QUANTIZED},
     "sgd": Sgd,
 }
 
@@ -158,7 +168,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
                     one.step()
             finally:
                 if "found_inf" in vars(one):
-                    del one.found_inf
+                    del one.found_inf  # type: ignore[attr-defined]
 
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
@@ -215,6 +225,8 @@ def check_parts(config: RunConfig, steps: int) -> None:
         for step in dict.fromkeys((0, steps // 2, steps - 1)):
             learning_rate(step, steps, settings.lr, schedule)
     update_rules(settings)
+    if (kinds := settings.kinds & set(QUANTIZED)) and find_spec("torchao") is None:
+        raise ConfigError("run.extra", f"optimizer.kind={min(kinds)}: torchao is missing: pip install 'meshwright[torchao]'")
 
 
 def update_rules(config: OptimizerConfig) -> tuple[UpdateRule, ...]:
@@ -323,4 +335,8 @@ def _factor(use: str, arguments: str) -> Factor:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of every parameter group: its share of a rate."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get(SHARE, 1.0)
+        own = rate * group.get(SHARE, 1.0)
+        if isinstance(group["lr"], torch.Tensor):  # of torchao, whose compiled step reads it
+            group["lr"].fill_(own)
+        else:
+            group["lr"] = own

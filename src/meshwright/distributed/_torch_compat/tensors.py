@@ -5,12 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "alias",
+    "compiled_anew",
     "in_backward",
     "is_decomposed",
     "memory_of",
@@ -74,10 +76,20 @@ def own_memory(tensor: torch.Tensor) -> None:
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor like another one, but with this local tensor, which may be on another device than that of the mesh."""
-    made: Any = torch.empty_like(tensor, device=local.device)
+    """A DTensor like another one, but with this local tensor, which may be of another dtype, or on another device."""
+    made: Any = torch.empty_like(tensor, device=local.device, dtype=local.dtype)
     made._local_tensor = local
     return made
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """What is compiled inside does not come from the files of earlier processes, which confuse subclasses of tensors.
+
+    docs/upstream.md: *the cache of compiled graphs*. Kernels do come from files.
+    """
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 @contextmanager

@@ -9,10 +9,14 @@ from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.rows import ParameterRow
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 
-__all__ = ["ALL", "COLUMNS", "ONE", "ROWS", "kept_words", "state_bytes", "update_traffic"]
+__all__ = ["ALL", "COLUMNS", "LEAST_IN_BLOCKS", "ONE", "ROWS", "in_blocks", "kept_words", "state_bytes", "update_traffic"]
 
 ALL, ROWS, COLUMNS, ONE = "all", "rows", "columns", "one"
 """What a tensor of the state has a number of: each entry of the parameter, each row, each column, or the parameter."""
+
+
+LEAST_IN_BLOCKS = 4096
+"""Numbers of a shard below which torchao keeps its moments as they are."""
 
 
 def state_bytes(plan: ShardingPlan, row: ParameterRow) -> int:
@@ -56,6 +60,24 @@ def _of_adafactor(row: ParameterRow, options: Mapping[str, Any]) -> int:
     return max(4, itemsize(row.dtype)) * sum(_number(row.local_shape, kept) for kept in numbers)
 
 
+def _in_blocks(bits: int, table: int) -> Callable[[ParameterRow, Mapping[str, Any]], int]:
+    """Return the bytes of torchao's two moments: codes, a scale of 4 bytes a block, and a table of what the codes mean."""
+
+    def of_row(row: ParameterRow, options: Mapping[str, Any]) -> int:
+        if not in_blocks(row, options):
+            return 2 * row.bytes_per_rank
+        numbers = prod(row.local_shape)
+        return 2 * (numbers * bits // 8 + 4 * (numbers // options["block_size"]) + table)
+
+    return of_row
+
+
+def in_blocks(row: ParameterRow, options: Mapping[str, Any]) -> bool:
+    """Return whether torchao keeps the moments of a parameter in blocks (``_AdamBase._new_buffer`` of torchao 0.18)."""
+    numbers = prod(row.local_shape)
+    return numbers >= LEAST_IN_BLOCKS and numbers % int(options["block_size"]) == 0
+
+
 def _of_user(row: ParameterRow, options: Mapping[str, Any]) -> int:
     states = options["matrix"] if len(row.local_shape) > 1 else options["vector"]
     return sum((size or itemsize(row.dtype)) * _number(row.local_shape, kept) for kept, size in states)
@@ -90,6 +112,9 @@ _TRAFFIC: dict[str, Callable[[list[ParameterRow]], list[AxisTraffic]]] = {"adafa
 
 _BYTES: dict[str, Callable[[ParameterRow, Mapping[str, Any]], int]] = {
     "adamw": _moments(2),
+    "adamw8bit": _in_blocks(8, 4 * 256),
+    "adamw4bit": _in_blocks(4, 4 * 16),
+    "adamwfp8": _in_blocks(8, 0),
     "adafactor": _of_adafactor,
     "lion": _moments(1),
     "sgd": _of_sgd,
@@ -98,6 +123,9 @@ _BYTES: dict[str, Callable[[ParameterRow, Mapping[str, Any]], int]] = {
 
 _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "adamw": lambda options: "AdamW, two moments",
+    "adamw8bit": lambda options: f"AdamW, two moments in 8 bits, blocks of {options['block_size']}",
+    "adamw4bit": lambda options: f"AdamW, two moments in 4 bits, blocks of {options['block_size']}",
+    "adamwfp8": lambda options: f"AdamW, two moments in fp8, blocks of {options['block_size']}",
     "adafactor": lambda options: "Adafactor, means of rows and columns",
     "lion": lambda options: "Lion, one moment",
     "sgd": lambda options: "SGD, momentum" if options["momentum"] else "SGD, nothing",

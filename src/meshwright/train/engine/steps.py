@@ -218,6 +218,7 @@ class StepEngine:
         if same_ranks:
             tensors.update(generators)
         storage.read(checkpoint, tensors)
+        state.take_moments(self.model, self.optimizer, tensors)
         if same_ranks:
             state.set_rng(tensors, self.rank, self.device)
         else:

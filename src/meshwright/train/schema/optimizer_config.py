@@ -186,9 +186,14 @@ class OptimizerConfig(_Replaceable):
         return {one.name: one for one in (self._whole, *map(self.updater_of, self.groups))}
 
     @property
+    def kinds(self) -> set[str]:
+        """The kinds of the optimizers; empty for one of the user."""
+        return {one.kind for one in self.updaters.values()}
+
+    @property
     def is_adamw(self) -> bool:
         """Whether it is AdamW for all parameters."""
-        return all(one.kind == ADAMW for one in self.updaters.values())
+        return self.kinds == {ADAMW}
 
     @property
     def is_ours(self) -> bool:

@@ -7,11 +7,14 @@ from pydantic import Field, ValidationError
 
 from meshwright.train.schema.parallel_config import Section
 
-__all__ = ["ADAMW", "KEYS", "SCHEMAS", "Kind", "options_of"]
+__all__ = ["ADAMW", "KEYS", "QUANTIZED", "SCHEMAS", "Kind", "options_of"]
 
 ADAMW: Literal["adamw"] = "adamw"
 
-Kind = Literal["adamw", "adafactor", "lion", "sgd"]
+Kind = Literal["adamw", "adamw8bit", "adamw4bit", "adamwfp8", "adafactor", "lion", "sgd"]
+
+QUANTIZED = ("adamw8bit", "adamw4bit", "adamwfp8")
+"""Kinds of torchao."""
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -30,6 +33,19 @@ class AdafactorOptions(Section):
     d: float = Field(default=1.0, ge=1, description="Largest root mean square of an update before the rate.")
 
 
+class QuantizedOptions(Section):
+    """AdamW of torchao with moments in blocks of 8 bits (Dettmers et al. 2021, arXiv 2110.02861) or fp8."""
+
+    block_size: int = Field(default=256, ge=16, description="Numbers of a shard that share a scale.")
+    bf16_stochastic_round: bool = Field(default=False, description="Round parameters in bf16 up or down by chance.")
+
+
+class FourBitOptions(QuantizedOptions):
+    """The same with blocks of 4 bits (Li et al. 2023, arXiv 2309.01507)."""
+
+    block_size: int = Field(default=128, ge=16, description="Numbers of a shard that share a scale.")
+
+
 class LionOptions(Section):
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2)."""
 
@@ -43,10 +59,17 @@ class SgdOptions(Section):
     nesterov: bool = False
 
 
-SCHEMAS: dict[str, type[Section]] = {ADAMW: _None, "adafactor": AdafactorOptions, "lion": LionOptions, "sgd": SgdOptions}
+SCHEMAS: dict[str, type[Section]] = {
+    ADAMW: _None,
+    **dict.fromkeys(QUANTIZED, QuantizedOptions),
+    "adamw4bit": FourBitOptions,
+    "adafactor": AdafactorOptions,
+    "lion": LionOptions,
+    "sgd": SgdOptions,
+}
 """The options of each kind."""
 
-KEYS: dict[str, tuple[str, ...]] = {ADAMW: ("betas", "eps", "fused")}
+KEYS: dict[str, tuple[str, ...]] = {ADAMW: ("betas", "eps", "fused"), **dict.fromkeys(QUANTIZED, ("betas", "eps"))}
 """The keys of ``optimizer`` that only some kinds have."""
 
 

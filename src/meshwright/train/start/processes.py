@@ -7,7 +7,7 @@ import re
 from meshwright.errors import ConfigError, number_of
 from meshwright.layout import AXES
 from meshwright.train.config import RunConfig
-from meshwright.train.schema.optimizer_kinds import KEYS
+from meshwright.train.schema.optimizer_kinds import KEYS, QUANTIZED
 
 __all__ = ["adapted", "device_kind", "launched_processes", "local_processes", "planned_processes"]
 
@@ -73,6 +73,10 @@ def adapted(config: RunConfig, kind: str) -> tuple[RunConfig, list[str]]:
         groups = [group.model_copy(update={"fused": False}) if group.fused else group for group in optimizer.groups]
         config = config.model_copy(update={"optimizer": optimizer.model_copy(update={"fused": False, "groups": groups})})
         lines.append(f"{kind} has no fused optimizers: the update is made of several operators (optimizer.fused=false)")
+    if (kinds := optimizer.kinds & set(QUANTIZED)) and kind != CPU and not able(kind, Ability.COMPILED):
+        lines.append(
+            f"torch.compile has no kernels for {kind}: the update is made of several operators (optimizer.kind={min(kinds)})"
+        )
     parallel = config.parallel
     if parallel.compile and parallel.compile_backend == "inductor" and not able(kind, Ability.COMPILED):
         config = config.model_copy(update={"parallel": parallel.model_copy(update={"compile": False})})
