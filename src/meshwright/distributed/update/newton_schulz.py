@@ -36,7 +36,12 @@ def newton_schulz(
     x = matrices.mT if tall else matrices
     if x.numel():
         x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
+        # In memory of its own, which all steps use again.
+        following, gram = torch.empty_like(x), x.new_empty(len(x), x.shape[1], x.shape[1])
+        polynomial = torch.empty_like(gram)
         for _ in range(steps):
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            torch.bmm(x, x.mT, out=gram)
+            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+            torch.baddbmm(x, polynomial, x, beta=a, out=following)
+            x, following = following, x
     return x.mT if tall else x

@@ -71,6 +71,11 @@ class Muon(torch.optim.Optimizer):
         dtype: in which matrices are exchanged and orthogonalised.
         bucket: elements of the matrices of a bucket for each rank.
 
+    Attributes:
+        parameters: each parameter with its group; read in the first step, as are the others.
+        held: how each is held.
+        at: index of this rank on each axis.
+
     Raises:
         ValueError: an argument has an illegal value, or a parameter another number of dimensions.
     """
@@ -101,7 +106,10 @@ class Muon(torch.optim.Optimizer):
         self._forms = dict(forms or {})
         self._dtype, self._bucket = dtype, bucket
         self._orthogonalise = partial(newton_schulz, steps=ns_steps, coefficients=ns_coefficients, eps=eps)
-        self._exchanges: dict[tuple[int, ...], list[BucketExchange]] = {}
+        self.parameters: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self.held: list[Held] = []
+        self.at: dict[str, int] = {}
+        self._exchanges: dict[tuple[int, ...], list[BucketExchange]] = {}  # by the parameters that have a gradient
         own = {"weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, {"lr": lr, **own})
 
@@ -126,7 +134,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if not self._exchanges:
             self._read()
-        active = tuple(index for index, (parameter, _) in enumerate(self._parameters) if parameter.grad is not None)
+        active = tuple(index for index, (parameter, _) in enumerate(self.parameters) if parameter.grad is not None)
         if active not in self._exchanges:
             self._exchanges[active] = self._make_exchanges(active)
         exchanges, skip = self._exchanges[active], vars(self).get("found_inf")
@@ -154,50 +162,55 @@ class Muon(torch.optim.Optimizer):
 
     def _read(self) -> None:
         """Read how the parameters are held."""
-        self._parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        self.parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         names = _AxisNames()
-        self._held = [names.held(parameter, self._forms.get(parameter, Form())) for parameter, _ in self._parameters]
-        self._at = names.at
+        self.held = [names.held(parameter, self._forms.get(parameter, Form())) for parameter, _ in self.parameters]
+        self.at = names.at
 
     def _make_exchanges(self, active: Sequence[int]) -> list[BucketExchange]:
         """Return the exchanges of a step in which some parameters have a gradient. Owners and buckets do not depend on it."""
         made, having = [], set(active)
         for index in active:
-            self._momentum(self._parameters[index][0])  # also of what this rank has nothing of
-        for bucket in decide(self._held, self._at, self._bucket):
+            self._momentum(self.parameters[index][0])  # also of what this rank has nothing of
+        for bucket in decide(self.held, self.at, self._bucket):
             if items := tuple(item for item in bucket.items if item.parameter in having):
                 made.append(self._make_exchange(replace(bucket, items=items)))
         return made
 
     def _make_exchange(self, bucket: Bucket) -> BucketExchange:
-        parameter = self._parameters[bucket.parameters[0]][0]
+        parameter = self.parameters[bucket.parameters[0]][0]
         home = _local(parameter).device
         device, group, order = home, None, [0]
         if isinstance(parameter, DTensor):
             mesh, inside = parameter.device_mesh, {name for name, _ in bucket.axes}
             if home.type != mesh.device_type:  # shards are kept on the host
                 device = torch.device(mesh.device_type)
-            names = [name for name, _ in self._held[bucket.parameters[0]].axes]
+            names = [name for name, _ in self.held[bucket.parameters[0]].axes]
             axes = [axis for axis, name in zip(_larger_axes(mesh), names, strict=True) if name in inside]
             if axes:
                 group, ranks = _torch_compat.group_over(mesh, axes), _ranks(mesh, axes)
                 order = [ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
-        return BucketExchange(self._held, bucket, self._at, group, order, home, device, self._dtype)
+        return BucketExchange(self.held, bucket, self.at, group, order, home, device, self._dtype)
 
     def _updates(self, exchange: BucketExchange, skip: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """Update the momentum of a bucket, and return what is orthogonalised of each parameter: [stack, rows, columns]."""
         found: dict[int, torch.Tensor] = {}
         alike: dict[tuple[float, bool], list[int]] = {}
         for index in exchange.parameters:
-            group = self._parameters[index][1]
+            group = self.parameters[index][1]
             alike.setdefault((group["momentum"], group["nesterov"]), []).append(index)
         for (momentum, nesterov), indices in alike.items():
-            gradients = [_local(self._parameters[index][0].grad) for index in indices]
-            buffers = [self._momentum(self._parameters[index][0]) for index in indices]
+            gradients = [_local(self.parameters[index][0].grad) for index in indices]
+            buffers = [self._momentum(self.parameters[index][0]) for index in indices]
             if skip is not None:  # in place of a gradient that is not finite the momentum, which then stays what it is
                 gradients = [torch.where(skip > 0, own, new) for own, new in zip(buffers, gradients, strict=True)]
             torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-            updates = torch._foreach_lerp(gradients, buffers, momentum) if nesterov else buffers
+            updates = buffers
+            if nesterov and skip is not None:
+                torch._foreach_lerp_(gradients, buffers, momentum)
+                updates = gradients
+            elif nesterov:
+                updates = list(torch._foreach_lerp(gradients, buffers, momentum))
             found.update((index, _stack(own)) for index, own in zip(indices, updates, strict=True))
         return found
 
@@ -215,14 +228,14 @@ class Muon(torch.optim.Optimizer):
             back.mul_(keep.to(back.device))
         decays: dict[float, list[torch.Tensor]] = {}
         for index in exchange.parameters:
-            parameter, group = self._parameters[index]
+            parameter, group = self.parameters[index]
             decays.setdefault(group["lr"] * group["weight_decay"], []).append(_local(parameter))
         for decay, shards in decays.items():
             if decay:
                 torch._foreach_mul_(shards, 1 - decay if keep is None else 1 - decay * keep)
         rates: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for part, result in zip(exchange.back, results, strict=True):
-            parameter, group = self._parameters[part.parameter]
+            parameter, group = self.parameters[part.parameter]
             rate = -group["lr"] * self._factor(part, group["adjust_lr_fn"])
             shard = _stack(_local(parameter))
             result = result.to(shard.device)
@@ -237,7 +250,7 @@ class Muon(torch.optim.Optimizer):
 
     def _factor(self, part: Part, adjust: str | None) -> float:
         rows, columns = part.matrix
-        if self._held[part.parameter].form.transposed:
+        if self.held[part.parameter].form.transposed:
             rows, columns = columns, rows
         return shape_factor(rows, columns, adjust)
 

@@ -94,6 +94,10 @@ class Held:
     cuts: tuple[Cut, ...] = ()
     form: Form = _MATRIX
 
+    def __post_init__(self) -> None:
+        """Sort the cuts by dimension: the order matters within a dimension alone."""
+        object.__setattr__(self, "cuts", tuple(sorted(self.cuts, key=lambda cut: cut.dim)))
+
     @property
     def replicas(self) -> tuple[str, ...]:
         """Names of the axes whose ranks have the same entries."""
