@@ -16,14 +16,16 @@ from meshwright.device import Ability, able
 from meshwright.distributed.update.adafactor import Adafactor
 from meshwright.distributed.update.lion import Lion
 from meshwright.distributed.update.sgd import Sgd
+from meshwright.distributed.update.sharded_muon import Muon
 from meshwright.errors import ConfigError, PartError, PlanError, Refusal
 from meshwright.objectives.call import in_part
 from meshwright.plan.given.options import UpdateRule
 from meshwright.plan.result.sharding_plan import ParameterRow
+from meshwright.plan.update.matrices import Form
 from meshwright.plan.update.states import ALL, COLUMNS, ROWS
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 from meshwright.train.schema.optimizer_config import Updater
-from meshwright.train.schema.optimizer_kinds import KEYS
+from meshwright.train.schema.optimizer_kinds import KEYS, MUON
 from meshwright.user_code import check_arguments, find_part
 
 __all__ = [
@@ -78,7 +80,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
             raise PlanError("plan.model", said)
         alike.setdefault(row.update, {}).setdefault(settings, []).append(parameter)
     alike = alike or {next(iter(updaters)): {whole: []}}  # a stage may have no trained parameter
-    made = {name: _make(config, one, alike[name], whole) for name, one in updaters.items() if name in alike}
+    forms: dict[torch.Tensor, Form] = {
+        trained[name]: row.form for name, row in row_of.items() if name in trained and row.form is not None
+    }
+    made = {name: _make(config, one, alike[name], whole, forms) for name, one in updaters.items() if name in alike}
     return SeveralOptimizers(made, updaters) if len(made) > 1 else next(iter(made.values()))
 
 
@@ -93,7 +98,11 @@ class _Settings(NamedTuple):
 
 
 def _make(
-    config: OptimizerConfig, updater: Updater, alike: Mapping[_Settings, list[torch.Tensor]], whole: _Settings
+    config: OptimizerConfig,
+    updater: Updater,
+    alike: Mapping[_Settings, list[torch.Tensor]],
+    whole: _Settings,
+    forms: Mapping[torch.Tensor, Form],
 ) -> torch.optim.Optimizer:
     """Return one of the optimizers of a configuration for its parameters."""
     groups: list[dict[str, Any]] = []
@@ -106,6 +115,9 @@ def _make(
     for group, settings in zip(groups, sorted(alike, reverse=True), strict=True):
         group |= {key: getattr(settings, key) for key in keys}
     options = {} if updater.options is None else updater.options.model_dump()
+    if updater.kind == MUON:
+        del options["by_head"]  # the forms say it
+        options |= {"dtype": getattr(torch, options["dtype"]), "forms": forms}
     return _OURS[updater.kind](groups, lr=config.lr, **{key: getattr(whole, key) for key in keys}, **options)
 
 
@@ -113,6 +125,7 @@ _OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adafactor": Adafactor,
     "lion": Lion,
+    "muon": Muon,
     "sgd": Sgd,
 }
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.update.exchange import BucketExchange, Part
+from meshwright.distributed.update.flagged import FlaggedOptimizer, local
 from meshwright.distributed.update.newton_schulz import COEFFICIENTS, EPS, STEPS, newton_schulz
 from meshwright.plan.update.matrices import Cut, Form, Held
 from meshwright.plan.update.muon import BUCKET, Bucket, decide
@@ -45,7 +46,7 @@ def shape_factor(rows: int, columns: int, adjust: str | None) -> float:
     return sqrt(max(1.0, rows / columns))
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(FlaggedOptimizer):
     """Momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), with decoupled decay.
 
     Arguments of ``torch.optim.Muon`` mean the same here, and the result is the same up to rounding. In addition, parameters may
@@ -53,9 +54,6 @@ class Muon(torch.optim.Optimizer):
 
     All ranks that share parameters have the same ones, in the same order, with the same options, and gradients of the same ones
     in each step. A parameter without a gradient is left as it is.
-
-    If ``found_inf``, a scalar on the device of the parameters, is set as an attribute and is 1, a step changes nothing. The
-    host does not wait to learn that, except where parameters are kept on the host and computed elsewhere.
 
     Args:
         params: parameters of two or three dimensions, or groups of them.
@@ -137,7 +135,7 @@ class Muon(torch.optim.Optimizer):
         active = tuple(index for index, (parameter, _) in enumerate(self.parameters) if parameter.grad is not None)
         if active not in self._exchanges:
             self._exchanges[active] = self._make_exchanges(active)
-        exchanges, skip = self._exchanges[active], vars(self).get("found_inf")
+        exchanges, skip = self._exchanges[active], self.found_inf
         if not any(group["lr"] for group in self.param_groups):  # nothing but the momentum changes
             for exchange in exchanges:
                 self._updates(exchange, skip)
@@ -179,7 +177,7 @@ class Muon(torch.optim.Optimizer):
 
     def _make_exchange(self, bucket: Bucket) -> BucketExchange:
         parameter = self.parameters[bucket.parameters[0]][0]
-        home = _local(parameter).device
+        home = local(parameter).device
         device, group, order = home, None, [0]
         if isinstance(parameter, DTensor):
             mesh, inside = parameter.device_mesh, {name for name, _ in bucket.axes}
@@ -200,7 +198,7 @@ class Muon(torch.optim.Optimizer):
             group = self.parameters[index][1]
             alike.setdefault((group["momentum"], group["nesterov"]), []).append(index)
         for (momentum, nesterov), indices in alike.items():
-            gradients = [_local(self.parameters[index][0].grad) for index in indices]
+            gradients = [local(own) for index in indices if (own := self.parameters[index][0].grad) is not None]
             buffers = [self._momentum(self.parameters[index][0]) for index in indices]
             if skip is not None:  # in place of a gradient that is not finite the momentum, which then stays what it is
                 gradients = [torch.where(skip > 0, own, new) for own, new in zip(buffers, gradients, strict=True)]
@@ -218,7 +216,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        return _local(state["momentum_buffer"])
+        return local(state["momentum_buffer"])
 
     def _apply(self, exchange: BucketExchange, skip: torch.Tensor | None) -> None:
         """Decay the shards of a bucket, and subtract the results."""
@@ -229,7 +227,7 @@ class Muon(torch.optim.Optimizer):
         decays: dict[float, list[torch.Tensor]] = {}
         for index in exchange.parameters:
             parameter, group = self.parameters[index]
-            decays.setdefault(group["lr"] * group["weight_decay"], []).append(_local(parameter))
+            decays.setdefault(group["lr"] * group["weight_decay"], []).append(local(parameter))
         for decay, shards in decays.items():
             if decay:
                 torch._foreach_mul_(shards, 1 - decay if keep is None else 1 - decay * keep)
@@ -237,7 +235,7 @@ class Muon(torch.optim.Optimizer):
         for part, result in zip(exchange.back, results, strict=True):
             parameter, group = self.parameters[part.parameter]
             rate = -group["lr"] * self._factor(part, group["adjust_lr_fn"])
-            shard = _stack(_local(parameter))
+            shard = _stack(local(parameter))
             result = result.to(shard.device)
             if any(isinstance(own, torch.Tensor) for own in part.where):
                 shard[part.where] = shard[part.where].add_(result, alpha=rate)
@@ -300,11 +298,6 @@ def _ranks(mesh: DeviceMesh, axes: Sequence[int]) -> list[int]:
 
 def _larger_axes(mesh: DeviceMesh) -> list[int]:
     return [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _stack(shard: torch.Tensor) -> torch.Tensor:

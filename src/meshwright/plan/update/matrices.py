@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "Apart",
@@ -22,6 +22,7 @@ __all__ = [
     "matrices_of",
     "own_spans",
     "piece_of",
+    "read_form",
     "shape_of",
     "splitting_axes",
     "stack_of",
@@ -75,6 +76,15 @@ class Form(NamedTuple):
 
 
 _MATRIX = Form()
+
+
+def read_form(values: Sequence[Any]) -> Form:
+    """Return the form that was written as JSON."""
+    transposed, apart = values
+    if apart is None:
+        return Form(transposed)
+    sizes, runs, heads = apart
+    return Form(transposed, Apart(tuple(sizes), runs, tuple(heads)))
 
 
 @dataclass(frozen=True)

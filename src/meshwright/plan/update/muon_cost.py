@@ -16,20 +16,29 @@ class UpdateTraffic:
     """What an update costs the rank that it costs most, in each number for itself.
 
     Attributes:
-        all_to_alls: number of collectives.
-        bytes: of the larger buffer of each, added up, as :class:`~meshwright.distributed.comm_counter.CommCounter` counts.
+        groups: for each kind of group, the names of its axes, the number of all-to-alls, and the bytes of the larger buffer of
+            each, added up, as :class:`~meshwright.distributed.comm_counter.CommCounter` counts.
         sent: bytes that go to other ranks.
         work: multiply-adds of Newton-Schulz.
         held: bytes of buffers and intermediate results at the peak, beside parameters, gradients and momentum.
         even: work of all ranks, divided by their number and by the work of that rank; 1: all have the same.
     """
 
-    all_to_alls: int
-    bytes: int
+    groups: tuple[tuple[tuple[str, ...], int, int], ...]
     sent: int
     work: int
     held: int
     even: float
+
+    @property
+    def all_to_alls(self) -> int:
+        """Number of collectives."""
+        return sum(calls for _, calls, _ in self.groups)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the larger buffer of each, added up."""
+        return sum(size for _, _, size in self.groups)
 
 
 class _Volumes(NamedTuple):
@@ -77,22 +86,24 @@ def traffic_of(
     """
     buckets = decide(held, at, bucket)
     volumes = [_volumes(held, own, at) for own in buckets]
-    groups: dict[object, list[_Volumes]] = {}
+    groups: dict[tuple[object, tuple[tuple[str, int], ...], bool], list[_Volumes]] = {}
     for own, volume in zip(buckets, volumes, strict=True):
-        groups.setdefault((held[own.items[0].parameter].axes, own.axes, own.replicas), []).append(volume)
-    moved = sent = work = 0
+        groups.setdefault((held[own.items[0].parameter].axes, own.axes, own.split), []).append(volume)
+    sent = work = 0
+    moved: list[tuple[tuple[str, ...], int, int]] = []
     shares: list[float] = []
-    for together in groups.values():
+    for (_, axes, split), together in groups.items():
         ranks = range(len(together[0].work))
-        moved += max(sum(_larger(one, rank) for one in together) for rank in ranks)
+        larger = itemsize * max(sum(_larger(one, rank) for one in together) for rank in ranks)
+        if axes:
+            moved.append((tuple(name for name, _ in axes), len(together) * (1 + split), larger))
         sent += max(sum(one.to_others[rank] for one in together) for rank in ranks)
         each = [sum(one.work[rank] for one in together) for rank in ranks]
         work += max(each)
         shares.append(sum(each) / len(ranks))
     updates = [_updates(held, own, at, stored) if nesterov else 0 for own in buckets]
     return UpdateTraffic(
-        all_to_alls=sum(own.all_to_alls for own in buckets),
-        bytes=moved * itemsize,
+        groups=tuple(moved),
         sent=sent * itemsize,
         work=steps * work,
         held=_peak(buckets, volumes, updates, itemsize),
