@@ -1,10 +1,12 @@
 """The configuration of an audit: that of a run, changed where an audit needs other settings."""
 
 from pathlib import Path
+from typing import Any
 
 from meshwright.audit.case import in_dtype
 from meshwright.shrink.small_config import Change
-from meshwright.train.config import RunConfig, ScheduleConfig
+from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from meshwright.train.schema.optimizer_kinds import MUON
 
 __all__ = ["SMOOTH_EPS", "make_ready"]
 
@@ -20,8 +22,8 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
     """Return a configuration that runs some steps in a dtype and writes only inside a folder, and the changes made for it."""
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
     parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
-    if dtype != "float64":  # another optimizer may amplify what is only rounding
-        optimizer = optimizer.as_adamw
+    # Another optimizer may amplify what is only rounding.
+    optimizer = _orthogonalised_in(optimizer, dtype) if dtype == "float64" else optimizer.as_adamw
     if dtype == "float64" and parallel.compile:
         parallel = parallel.model_copy(update={"compile": False})
     if model.attn_implementation not in (None, "eager", "sdpa"):
@@ -60,6 +62,9 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         "optimizer.eps": "rounding is not to decide the sign of an update",
         "optimizer.groups": "rounding is not to decide the sign of an update; AdamW stands in for other optimizers",
         "optimizer.kind": "AdamW stands in for it: --dtype float64 audits its state",
+        "optimizer.with": "the arithmetic of the audit (--dtype)"
+        if dtype == "float64"
+        else "AdamW stands in for the optimizer",
         "optimizer.use": "AdamW stands in for it: --dtype float64 audits its state",
         "schedule.kind": "the first steps are to count",
         "schedule.warmup_steps": "the first steps are to count",
@@ -71,3 +76,12 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         if before[section][field] != after[section][field]:
             changes.append(Change(key, before[section][field], after[section][field], why))
     return ready, tuple(changes)
+
+
+def _orthogonalised_in(optimizer: OptimizerConfig, dtype: str) -> OptimizerConfig:
+    """Return the same settings, with Muon in the dtype of an audit."""
+
+    def changed(one: Any) -> Any:
+        return one.model_copy(update={"arguments": {**one.arguments, "dtype": dtype}}) if one.kind == MUON else one
+
+    return changed(optimizer.model_copy(update={"groups": [changed(one) for one in optimizer.groups]}))

@@ -170,8 +170,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
                 with in_part(f"optimizer {part.use}", "step") if part is not None else nullcontext():
                     one.step()
             finally:
-                if "found_inf" in vars(one):
-                    del one.found_inf
+                vars(one).pop("found_inf", None)
 
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
