@@ -61,7 +61,7 @@ class BucketExchange:
         at: index of this rank on each axis.
         group: process group of the ranks of the bucket; ``None``: this rank is alone.
         order: place in the group of each of its ranks, which decides what is sent to it.
-        home: where shards are.
+        home: where shards are. If that is another device, parts travel in one copy, for which the host waits.
         device: where matrices are exchanged and computed.
         dtype: in which they are.
     """
@@ -78,7 +78,7 @@ class BucketExchange:
         dtype: torch.dtype,
     ) -> None:
         self.bucket, self.parameters = bucket, bucket.parameters
-        self._group, self._device, self._dtype = group, device, dtype
+        self._group, self._home, self._device, self._dtype = group, home, device, dtype
         me = index_of(bucket, at)
         self._flows = Flows(*([numbers[rank] for rank in order] for numbers in flows(held, bucket, at)))
         items = sorted(bucket.items, key=lambda item: order.index(item.owner))
@@ -118,9 +118,14 @@ class BucketExchange:
         """
         if not self.bucket.split:
             return
-        sent = torch.empty(sum(self._flows.sent_in), dtype=self._dtype, device=self._device)
-        _copy(_segments(sent, [part.shape for part in self._sent]), [updates[p.parameter][p.where] for p in self._sent])
-        self._exchange(sent, self._flows.sent_in, self._flows.received_in)
+        self._exchange(self._together(updates), self._flows.sent_in, self._flows.received_in)
+
+    def _together(self, updates: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the parts that are sent, or that this rank computes where nothing is sent: [elements]."""
+        shapes = [part.shape for part in self._sent]
+        found = torch.empty(sum(map(prod, shapes)), dtype=self._dtype, device=self._home)
+        _copy(_segments(found, shapes), [updates[part.parameter][part.where] for part in self._sent])
+        return found.to(self._device)
 
     def compute(
         self, orthogonalise: Callable[[torch.Tensor], torch.Tensor], updates: Callable[[], Mapping[int, torch.Tensor]]
@@ -133,6 +138,8 @@ class BucketExchange:
         """
         if self.bucket.split:
             parts = _segments(self._received(), [place.shape for place in self._arrived])
+        elif self._home != self._device:
+            parts = _segments(self._together(updates()), [part.shape for part in self._sent])
         else:
             whole = updates()
             parts = [whole[part.parameter][part.where] for part in self._sent]
@@ -155,7 +162,7 @@ class BucketExchange:
 
     def finish(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the results for this rank's shards: one tensor [elements], and its view for each part of :attr:`back`."""
-        back = self._received()
+        back = self._received().to(self._home)
         return back, _segments(back, [part.shape for part in self.back])
 
     def _exchange(self, sent: torch.Tensor, to: list[int], come: list[int]) -> None:

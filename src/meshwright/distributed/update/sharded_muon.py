@@ -223,7 +223,7 @@ class Muon(FlaggedOptimizer):
         back, results = exchange.finish()
         keep = None if skip is None else 1.0 - skip.double()
         if keep is not None:
-            back.mul_(keep.to(back.device))
+            back.mul_(keep)
         decays: dict[float, list[torch.Tensor]] = {}
         for index in exchange.parameters:
             parameter, group = self.parameters[index]
@@ -236,7 +236,6 @@ class Muon(FlaggedOptimizer):
             parameter, group = self.parameters[part.parameter]
             rate = -group["lr"] * self._factor(part, group["adjust_lr_fn"])
             shard = _stack(local(parameter))
-            result = result.to(shard.device)
             if any(isinstance(own, torch.Tensor) for own in part.where):
                 shard[part.where] = shard[part.where].add_(result, alpha=rate)
             else:
