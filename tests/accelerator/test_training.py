@@ -189,7 +189,9 @@ TOO_MUCH = {"pp 1f1b": 0.10}
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", ["defer", "reduce each", "tp", "recomputed", "ep", "pp 1f1b", "cp gather", "cp ring", "lora"])
+@pytest.mark.parametrize(
+    "name", ["defer", "reduce each", "tp", "recomputed", "ep", "pp 1f1b", "cp gather", "cp ring", "lora", "muon"]
+)
 def test_the_peak_of_memory_is_the_forecast(tiny: Tiny, weights: Callable[[str], Path], two: Workers, name: str) -> None:
     overrides = overrides_of(CASES[name], weights(CASES[name].model))
     config = tiny("training.steps=3", "data.eval_fraction=0", "checkpoint.every=0", *overrides)

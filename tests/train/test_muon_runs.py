@@ -66,7 +66,6 @@ LAYOUTS = {
     "ep 2 x shard 2": (4, ("layout.ep=2", "training.microbatch_size=1")),
     "2 x ep 2": (4, ("layout.dp_replicate=2", "layout.dp_shard=2", "layout.ep=2", "training.microbatch_size=1")),
 }
-USUAL = {("phi3", "tp 2 x shard 2"), ("mixtral", "ep 2")}
 
 
 class InOneProcess(torch.optim.Optimizer):
@@ -190,10 +189,10 @@ def cells() -> Iterator[Any]:
     for model in MODELS:
         for layout in LAYOUTS:
             if (model == "mixtral") >= ("ep" in layout.split()):
-                usual = (model, layout) in USUAL
-                yield pytest.param(model, layout, marks=[] if usual else [pytest.mark.thorough], id=f"{model}, {layout}")
+                yield pytest.param(model, layout, id=f"{model}, {layout}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "layout"), cells())
 def test_a_run_is_that_of_one_process_with_the_optimizer_of_torch(tiny: Tiny, model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
@@ -219,9 +218,9 @@ def test_a_matrix_for_each_head(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("layout", ["shard 2", pytest.param("tp 2 x shard 2", marks=pytest.mark.thorough)])
 def test_a_run_resumes_on_another_layout(tiny: Tiny, layout: str) -> None:
-    ((expected, _),) = ran(tiny(*options("llama"), name="alone"), 1, reference=True)
+    ((expected, _),) = ran(tiny(*options("phi3"), name="alone"), 1, reference=True)
     ranks, overrides = LAYOUTS[layout]
-    config = tiny(*options("llama", "layout.dp_shard=1", "layout.tp=2"))
+    config = tiny(*options("phi3", "layout.dp_shard=1", "layout.tp=2"))
     ran(config, 2, until=2)
-    found = ran(tiny(*options("llama", *overrides)), ranks)
+    found = ran(tiny(*options("phi3", *overrides)), ranks)
     assert difference(found, expected) < EXACT
