@@ -89,7 +89,7 @@ def test_muon_learns_on_every_layout(tmp_path: Path, layout: str) -> None:
         "training.eval_sequences=16",
         "schedule.warmup_steps=2",
         f"launch.nproc={processes}",
-        *(f"layout.{size}" for size in layout),
+        f"layout.{layout}",
     ]
     command = [sys.executable, "-m", "meshwright.cli.main", "train", str(EXAMPLE.with_name("muon.yaml"))]
     wide = {**os.environ, "COLUMNS": "160"}
