@@ -31,7 +31,8 @@ DOCUMENTED = {
     "is_initialized", "mesh", "ndim", "placements", "queue_callback", "reduce_scatter_tensor", "register_forward_hook",
     "register_forward_pre_hook", "remove", "requires_grad", "get_rank", "group_name",
     "get_device_module", "memory",
-    "empty_like", "flatten", "from_local", "get_coordinate", "step", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
+    "flatten", "get_coordinate",
+    "empty_like", "from_local", "step", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
 }  # fmt: skip
 """Public names of torch, and the ways to modules that hold private ones."""
 
