@@ -108,6 +108,7 @@ CODES: dict[str, tuple[str, str]] = {
     "plan.option": ("An option of a plan has an illegal value.", "The values in the message."),
     "plan.pattern": ("A pattern matches no name.", "Patterns of names that exist, as the message shows."),
     "plan.freeze": ("Nothing is left to train.", "A shorter parallel.freeze."),
+    "plan.update": ("An optimizer cannot update a parameter that a group names.", "A pattern without it, or another kind."),
     "plan.decay": ("A parameter is in decay and in no_decay.", "One of them."),
     "plan.hidden_argument": ("Which argument is the hidden state is unclear.", "By position, or as hidden_states."),
     "plan.model": ("The plan is of another model, or of an earlier version.", "A plan that resolve() made for this model."),

@@ -66,6 +66,9 @@ class Case(NamedTuple):
     behind: dict[str, int] = LATE
 
 
+MUON = ("optimizer={kind: muon, lr: 0.01, with: {bucket: 2000}}",)
+"""In several buckets, so that their exchanges overlap."""
+
 TEACHER = (
     "training.objective={use: distillation, with: {next_token_weight: 1.0}}",
     "teacher={path: 'WEIGHTS', top_k: 8}",
@@ -111,6 +114,22 @@ CASES = {
     ),
     "teacher": Case(TEACHER),
     "teacher in stages": Case((ONE, "layout.tp=2", *TEACHER, "teacher.layout={pp: 2}")),
+    "muon": Case(MUON),
+    "muon, replicas": Case((*MUON, "layout.dp_replicate=2")),
+    "muon, tp": Case((ONE, "layout.tp=2", *MUON)),
+    "muon, ep": Case(("layout.ep=2", *MUON), "experts", {**LOGGED, ROUTES: 12}, {}),
+    "muon, offload": Case(
+        ("parallel.cpu_offload=true", *MUON),
+        behind={GRADIENTS: 2 * STEPS},
+        waits={  # five buckets go to the device, and come back
+            **LOGGED,
+            "train/engine/guard.py step": STEPS,
+            "train/engine/steps.py apply": STEPS,
+            "distributed/update/exchange.py _together": 5 * STEPS,
+            "distributed/update/exchange.py finish": 5 * STEPS,
+            GRADIENTS: STEPS,
+        },
+    ),
     "offload": Case(
         ("parallel.cpu_offload=true",),
         behind={GRADIENTS: 2 * STEPS},
@@ -170,7 +189,9 @@ TOO_MUCH = {"pp 1f1b": 0.10}
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", ["defer", "reduce each", "tp", "recomputed", "ep", "pp 1f1b", "cp gather", "cp ring", "lora"])
+@pytest.mark.parametrize(
+    "name", ["defer", "reduce each", "tp", "recomputed", "ep", "pp 1f1b", "cp gather", "cp ring", "lora", "muon"]
+)
 def test_the_peak_of_memory_is_the_forecast(tiny: Tiny, weights: Callable[[str], Path], two: Workers, name: str) -> None:
     overrides = overrides_of(CASES[name], weights(CASES[name].model))
     config = tiny("training.steps=3", "data.eval_fraction=0", "checkpoint.every=0", *overrides)

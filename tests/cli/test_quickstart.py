@@ -1,6 +1,7 @@
 """The README's first command, to its end."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,30 @@ def test_two_processes_that_share_long_sequences_learn(tmp_path: Path) -> None:
         "the most attention has",
     ):
         assert said in result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, last = (row["eval/loss"] for row in rows if "eval/loss" in row)
+    assert last < first - 1.0
+
+
+@pytest.mark.command
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", "dp_replicate=2", "pp=2", "cp=2"])
+def test_muon_learns_on_every_layout(tmp_path: Path, layout: str) -> None:
+    processes = 2 if layout == "dp_shard=2" else 4
+    overrides = [f"output={tmp_path}/run", "launch.device=cpu", "training.steps=12", "training.eval_every=0"]
+    overrides += [
+        "training.eval_sequences=16",
+        "schedule.warmup_steps=2",
+        f"launch.nproc={processes}",
+        f"layout.{layout}",
+    ]
+    command = [sys.executable, "-m", "meshwright.cli.main", "train", str(EXAMPLE.with_name("muon.yaml"))]
+    wide = {**os.environ, "COLUMNS": "160"}
+    result = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=900, cwd=tmp_path, env=wide)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "AdamW, two moments; Muon, one moment" in result.stdout
+    assert "exchanged (all-to-all) over" in result.stdout
+    assert "held by Muon in an update" in result.stdout
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, last = (row["eval/loss"] for row in rows if "eval/loss" in row)
     assert last < first - 1.0

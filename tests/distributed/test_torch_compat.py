@@ -31,6 +31,7 @@ DOCUMENTED = {
     "is_initialized", "mesh", "ndim", "placements", "queue_callback", "reduce_scatter_tensor", "register_forward_hook",
     "register_forward_pre_hook", "remove", "requires_grad", "get_rank", "group_name",
     "get_device_module", "memory",
+    "flatten", "get_coordinate",
     "empty_like", "from_local", "step", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
 }  # fmt: skip
 """Public names of torch, and the ways to modules that hold private ones."""
@@ -48,9 +49,19 @@ PYTHON = {
     "partition",
     "split",
     "values",
+    "any",
+    "get_native_id",
+    "glob",
+    "monotonic",
+    "name",
+    "read_text",
+    "register",
+    "rpartition",
+    "sleep",
 }
 
 OPTIONAL = {
+    "patch": "of torch._functorch.config, which torchao's compiled steps need",
     "set_timeout": "torch 2.14 and later; before it there is a private one",
     "_fsdp_param_groups": "torch 2.13 and later; before it there is one group",
     "options": "of a backend: read where the backend is one of gloo or NCCL",

@@ -18,7 +18,8 @@ from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import OptimizerConfig, RunConfig, load_config
 from meshwright.train.engine.guard import Guard
-from meshwright.train.optimizer import SHARE, SeveralOptimizers, build_optimizer, check_parts, set_learning_rate
+from meshwright.train.learning_rate import SHARE, set_learning_rate
+from meshwright.train.optimizer import SeveralOptimizers, build_optimizer, check_parts
 from meshwright.train.schema.optimizer_config import OptimizerGroup
 from meshwright.train.start.processes import adapted
 from meshwright.train.start.resume import changes

@@ -19,7 +19,8 @@ from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.show.explain import explain
 from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig
-from meshwright.train.optimizer import SHARE, build_optimizer, set_learning_rate
+from meshwright.train.learning_rate import SHARE, set_learning_rate
+from meshwright.train.optimizer import build_optimizer
 from meshwright.train.schema.optimizer_config import OptimizerGroup
 from meshwright.train.start.setup import make_setup
 from tests.audit.conftest import auditor, folder

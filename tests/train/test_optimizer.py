@@ -13,7 +13,8 @@ from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
-from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.learning_rate import learning_rate, set_learning_rate
+from meshwright.train.optimizer import build_optimizer
 
 PEAK = 0.4
 

@@ -9,8 +9,9 @@ import torch
 
 from meshwright.errors import ConfigError, MeshwrightError, PartError
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from meshwright.train.learning_rate import learning_rate
 from meshwright.train.metrics import MetricSink, Recorder, make_sinks
-from meshwright.train.optimizer import check_parts, learning_rate
+from meshwright.train.optimizer import check_parts
 from tests.harness import RankError, refuses
 from tests.train.runs import tiny_run, train, write_corpus
 

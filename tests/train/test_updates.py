@@ -1,6 +1,7 @@
 """Optimizers beside AdamW: on layouts they do what they do in one process; what does not is found and named."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from meshwright.distributed.update.flagged import local
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.train.config import OptimizerConfig
 from tests.audit.conftest import auditor, folder
+from tests.distributed.update.test_sharded_muon import PLANTS
 from tests.objectives.test_given import PLACES
 from tests.train.test_groups import goes_on
 
@@ -22,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lion": {"kind": "lion", "lr": 1e-3},
     "sgd": {"kind": "sgd", "lr": 0.1, "with": {"momentum": 0.9, "nesterov": True}},
     "adafactor": {"kind": "adafactor", "lr": 0.01, "groups": [{"match": "**.embed_tokens", "kind": "adamw", "lr": "0.1x"}]},
+    "muon": {"kind": "muon", "lr": 0.01, "with": {"dtype": "float64", "bucket": 2000}},
     "whole": {"use": f"{__name__}:ByWholeNorm", "lr": 0.01, "weight_decay": 0.0},
     "shard": {"use": f"{__name__}:ByNormOfShard", "lr": 0.01, "weight_decay": 0.0},
 }
@@ -61,7 +64,7 @@ def audited(auditor: Auditor, folder: Path, kind: str, label: str, plants: Any =
 
 
 VARIANT = Variant(SyncPolicy.REDUCE_EACH, "float64", 2, False, False)
-DEFAULT = {("lion", "shard 2"), ("adafactor", "tp 2"), ("whole", "shard 2")}
+DEFAULT = {("lion", "shard 2"), ("muon", "ep 2"), ("adafactor", "tp 2"), ("whole", "shard 2")}
 
 
 @pytest.mark.parametrize(
@@ -101,8 +104,35 @@ def test_a_moment_of_another_parameter_is_found(auditor: Auditor, folder: Path) 
     assert "norm.weight" in report.verdict
 
 
+def planted(name: str, trainer: Any) -> None:
+    """In each update there is a bug."""
+    step = trainer.optimizer.step
+
+    def wrong(*arguments: Any) -> None:
+        with PLANTS[name](trainer.rank):
+            step(*arguments)
+
+    trainer.optimizer.step = wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("momentum of another owner", "shard 2"),
+        pytest.param("order of a bucket swapped", "shard 2", marks=pytest.mark.thorough),
+        pytest.param("Newton-Schulz on slices", "tp 2", marks=pytest.mark.thorough),
+        pytest.param("factor of the shape of a slice", "tp 2", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_bug_that_is_planted_in_muon_is_named(auditor: Auditor, folder: Path, name: str, label: str) -> None:
+    report = audited(auditor, folder, "muon", label, plants=[partial(planted, name)])
+    assert not report.passed
+    assert "model.layers." in report.verdict
+    assert "the first gradients agree" in report.verdict
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["lion", "sgd", "adafactor"])
+@pytest.mark.parametrize("kind", ["lion", "sgd", "adafactor", "muon"])
 def test_they_resume_on_another_layout(tmp_path: Path, kind: str) -> None:
     goes_on(
         tmp_path, f"optimizer.kind={kind}", "optimizer.lr=0.001", *(["optimizer.with.momentum=0.9"] if kind == "sgd" else [])

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.audit.plain_muon import PlainMuon, is_matrix_of_layer
 from meshwright.plan.given.names import match_names
 from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.train.config import OptimizerConfig
-from meshwright.train.optimizer import SHARE, SeveralOptimizers, users_optimizer
-from meshwright.train.schema.optimizer_kinds import ADAMW
+from meshwright.train.learning_rate import SHARE
+from meshwright.train.optimizer import SeveralOptimizers, users_optimizer
+from meshwright.train.schema.optimizer_kinds import ADAMW, MUON
 
 __all__ = ["decayed_by_optimizer", "plain_groups", "plain_optimizer", "to_be_decayed"]
 
@@ -77,12 +79,14 @@ def _scales_each_feature(holder: nn.Module, own: str) -> bool:
     return bool(changed[:, 0].all()) and not bool(changed[:, 1:].any())
 
 
-def plain_groups(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+def plain_groups(
+    model: nn.Module, settings: OptimizerConfig, decayed: Collection[str], experts: int = 0
+) -> dict[str, list[dict[str, Any]]]:
     """Return groups of parameters for optimizers in one process, by the names of these (those of rows of a plan).
 
     How each parameter is updated is read from names and words alone. The words of a group are: the first whose pattern matches
     the name of a parameter, or of a module that holds it; with ``lr_decay``, once for each layer above; what the model lists
-    before its first layer is one below it.
+    before its first layer is one below it. Muon, where no group says it, takes matrices of layers only, and AdamW the rest.
     """
     names = {name: own for one, own in names_of_parameters(model).items() for name in own[:1] if one.requires_grad}
     numbered = {name: re.match(r"(.*?)\.(\d+)\.", name) for name in (own[0] for own in names_of_parameters(model).values())}
@@ -102,6 +106,9 @@ def plain_groups(model: nn.Module, settings: OptimizerConfig, decayed: Collectio
                 stack, layer = (place[1], int(place[2])) if place else (layers[0][0], -1 if early else None)
                 top = max(number for other, number in layers if other == stack)
                 share *= group.lr_decay ** (0 if layer is None else top - layer)
+        by_group = group is not None and "rule" in dict(settings.others(group))
+        if settings.updaters[whole].kind == MUON and not by_group and not is_matrix_of_layer(model, name, experts):
+            updater = ADAMW
         made.setdefault((updater, share, decay if name in decayed else 0.0, betas, eps), []).append(parameters[name])
     groups: dict[str, list[dict[str, Any]]] = {}
     for (updater, share, decay, betas, eps), held in made.items():
@@ -116,15 +123,19 @@ def _held_by(pattern: str, name: str) -> bool:
     return any(match_names(pattern, [".".join(parts[:end])]) for end in range(1, len(parts) + 1))
 
 
-def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> torch.optim.Optimizer:
+def plain_optimizer(
+    model: nn.Module, settings: OptimizerConfig, decayed: Collection[str], experts: int = 0
+) -> torch.optim.Optimizer:
     """Return the optimizer of a configuration for one process, with the groups of :func:`plain_groups`."""
     made, updaters = {}, settings.updaters
-    for name, groups in plain_groups(model, settings, decayed).items():
+    for name, groups in plain_groups(model, settings, decayed, experts).items():
         updater = updaters[name]
         if updater.options is None:
             made[name] = users_optimizer(settings, updater, groups)
         elif updater.kind == ADAMW:
             made[name] = torch.optim.AdamW(groups, lr=settings.lr, fused=settings.fused)
+        elif updater.kind == MUON:
+            made[name] = PlainMuon(groups, settings.lr, model, updater.options.model_dump())
         else:
             made[name] = _PLAIN[updater.kind](groups, lr=settings.lr, **updater.options.model_dump())
     return SeveralOptimizers(made, updaters) if len(made) != 1 else next(iter(made.values()))

@@ -231,11 +231,11 @@ class _Theirs:
         for name, parameter in model.named_parameters():
             if name in packed:
                 parameter.data = _four_bits(parameter.data)
+        experts = model_sizes(ours.setup.spec, ours.setup.model).experts or 0
         if config.adapter is None:
             trained = {row.name for row in ours.setup.plan.parameters if row.trainable}
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in trained)
-            experts = model_sizes(ours.setup.spec, model).experts or 0
             decayed = set(to_be_decayed(model, experts, settings.no_decay, settings.decay))
         else:
             import peft
@@ -250,7 +250,7 @@ class _Theirs:
         silence_dropout(model)
         self.model: nn.Module = model.train()
         self.parameters = {_in_files(name): own for name, own in model.named_parameters() if own.requires_grad}
-        self.optimizer = plain_optimizer(model, settings, decayed)
+        self.optimizer = plain_optimizer(model, settings, decayed, experts)
         self.limit, self.device = config.training.clip_norm, device
         self.loss = 0.0
         self.gradients: Tensors = {}

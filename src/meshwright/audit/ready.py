@@ -1,11 +1,12 @@
 """The configuration of an audit: that of a run, changed where an audit needs other settings."""
 
 from pathlib import Path
+from typing import Any
 
 from meshwright.audit.case import in_dtype
 from meshwright.shrink.small_config import Change
-from meshwright.train.config import RunConfig, ScheduleConfig
-from meshwright.train.schema.optimizer_kinds import QUANTIZED
+from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from meshwright.train.schema.optimizer_kinds import MUON, QUANTIZED
 
 __all__ = ["SMOOTH_EPS", "make_ready"]
 
@@ -23,6 +24,8 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
     parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
     if dtype != "float64" or optimizer.kinds & set(QUANTIZED):  # another may amplify what is only rounding; these round
         optimizer = optimizer.as_adamw
+    else:
+        optimizer = _orthogonalised_in(optimizer, dtype)
     if dtype == "float64" and parallel.compile:
         parallel = parallel.model_copy(update={"compile": False})
     if model.attn_implementation not in (None, "eager", "sdpa"):
@@ -61,6 +64,9 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         "optimizer.eps": "rounding is not to decide the sign of an update",
         "optimizer.groups": "rounding is not to decide the sign of an update; AdamW stands in for other optimizers",
         "optimizer.kind": "AdamW stands in for it, for it rounds; --dtype float64 audits the state of kinds that do not",
+        "optimizer.with": "the arithmetic of the audit (--dtype)"
+        if dtype == "float64"
+        else "AdamW stands in for the optimizer",
         "optimizer.use": "AdamW stands in for it: --dtype float64 audits its state",
         "schedule.kind": "the first steps are to count",
         "schedule.warmup_steps": "the first steps are to count",
@@ -72,3 +78,12 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         if before[section][field] != after[section][field]:
             changes.append(Change(key, before[section][field], after[section][field], why))
     return ready, tuple(changes)
+
+
+def _orthogonalised_in(optimizer: OptimizerConfig, dtype: str) -> OptimizerConfig:
+    """Return the same settings, with Muon in the dtype of an audit."""
+
+    def changed(one: Any) -> Any:
+        return one.model_copy(update={"arguments": {**one.arguments, "dtype": dtype}}) if one.kind == MUON else one
+
+    return changed(optimizer.model_copy(update={"groups": [changed(one) for one in optimizer.groups]}))

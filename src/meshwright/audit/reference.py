@@ -187,7 +187,7 @@ class ReferenceTrainer(AuditTrainer):
         """Build AdamW. Which parameters it decays is derived here once more, and not read from the plan."""
         experts = model_sizes(run.setup.spec, run.setup.model).experts or 0
         settings = run.config.optimizer
-        return plain_optimizer(model, settings, to_be_decayed(model, experts, settings.no_decay, settings.decay))
+        return plain_optimizer(model, settings, to_be_decayed(model, experts, settings.no_decay, settings.decay), experts)
 
     def note(self, batches: list[Batch]) -> None:
         """Record facts of the first step that are not results: modules in evaluation, documents, token ids that were fed."""

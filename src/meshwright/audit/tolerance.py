@@ -130,6 +130,7 @@ class Tolerances:
             ADAMW: {"exp_avg": (1 - first) * scale, "exp_avg_sq": (1 - second) * scale**2},
             "lion": {"exp_avg": 0.01 * scale},
             "sgd": {"momentum_buffer": scale},
+            "muon": {"momentum_buffer": 0.05 * scale},
             "adafactor": dict.fromkeys(("row_var", "col_var", "variance"), scale**2),
         }
         return of_kind.get(settings.updaters[row.update].kind, {}).get(kind, 0.0)

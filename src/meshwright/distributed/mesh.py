@@ -109,6 +109,7 @@ def _complete(layout: Layout, root: DeviceMesh, experts: DeviceMesh | None = Non
     flattened = {name: _torch_compat.flatten_mesh(root[parts], name) for name, parts in FLATTENED.items()}
     for mesh in (root, *flattened.values(), *([] if experts is None else [experts])):
         _torch_compat.inherit_timeout(mesh)
+        _torch_compat.offer_groups(mesh)
     return ParallelMesh(layout, root, MappingProxyType({name: root[name] for name in AXES} | flattened), experts)
 
 

@@ -21,6 +21,7 @@ from meshwright.plan.given.spec import ParallelSpec, Structure
 from meshwright.plan.result.program import Cut
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
 from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, shard_axis
+from meshwright.plan.update.matrices import Form
 
 __all__ = ["Draft", "Found", "Rate", "Stages", "TensorParallel", "Twin", "names_for"]
 
@@ -123,6 +124,7 @@ class Draft:
         decay_rules: first name of each parameter to why weight decay pulls it towards zero or does not (a field of its row).
         rates: first name of each parameter that a group of the optimizer names to what the group changes.
         rules: first name of each parameter to the name of the rule that updates it.
+        forms: first name of each parameter that Muon updates to what each of its weights is.
         policies: the sync policy of each unit for which options or spec choose one; those of others depend on bytes.
         modes: activation checkpointing mode of each layer.
         tensor: how the model is sliced.
@@ -146,6 +148,7 @@ class Draft:
     decay_rules: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[str, Rate] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
+    forms: Mapping[str, Form] = field(default_factory=dict)
     policies: Mapping[str, SyncPolicy] = field(default_factory=dict)
     modes: Mapping[str, ActivationCheckpointing] = field(default_factory=dict)
     tensor: TensorParallel = field(default_factory=TensorParallel)

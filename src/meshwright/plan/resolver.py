@@ -38,7 +38,7 @@ from meshwright.plan.memory.recompute import checkpointing_modes, recompute_acti
 from meshwright.plan.result.border_places import tokens_of_units
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.rates import choose_rates
-from meshwright.plan.update.rules import choose_rules
+from meshwright.plan.update.rules import choose_forms, choose_rules
 from meshwright.plan.update.weight_decay import choose_decayed
 
 __all__ = ["resolve"]
@@ -54,7 +54,6 @@ _PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
         ("trained", choose_trained),
         ("decay_rules", choose_decayed),
         ("rates", choose_rates),
-        ("rules", choose_rules),
         ("policies", choose_policies),
         ("", check_prefetch),
         ("modes", checkpointing_modes),
@@ -62,6 +61,8 @@ _PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
         ("experts", resolve_experts),
         ("attentions", resolve_attentions),
         ("stages", resolve_stages),
+        ("rules", choose_rules),
+        ("forms", choose_forms),
         ("loss", resolve_loss),
     ),
     (("rows", parameter_rows), ("units", choose_twins)),

@@ -18,6 +18,7 @@ from meshwright.plan.axes.pipeline.replay import replay_of_plan
 from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
 from meshwright.plan.cost.price import Totals, totals, totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.update.states import orthogonalised
 from meshwright.trace.fewer import kinds_of_layers, layers_of_config, with_fewer
 from meshwright.trace.live import Kind
 from meshwright.trace.step import LOSS, UPDATE, StepTrace, trace_step
@@ -36,7 +37,8 @@ class MemoryForecast:
     Attributes:
         moment: the worst moment.
         parts: what it holds then: ``parameters``, ``optimizer``, ``gradients`` (shards), ``gathered`` (whole parameters),
-            ``unsharded_gradients``, ``activations``, ``logits``, ``communication`` and ``buffers``.
+            ``unsharded_gradients``, ``activations``, ``logits``, ``communication``, ``buffers`` and ``update`` (what an
+            optimizer holds in its step beside its state).
         traced: numbers of layers of the models that were traced.
         rank: the rank of ``pp``.
     """
@@ -121,7 +123,8 @@ def forecast_memory(setup: RunSetup, traces: Traces | None = None) -> MemoryFore
         for kind, times in more.items():
             for part, slope in slopes[kind].get(name, Counter()).items():
                 grown[part] += times * slope
-        found = MemoryForecast(name, _parts(grown, shards, shards_of_trace, trace), tuple(sorted(traces.made)))
+        parts = _parts(grown, shards, shards_of_trace, trace) | {"update": _held_in_update(setup.plan) if name == UPDATE else 0}
+        found = MemoryForecast(name, parts, tuple(sorted(traces.made)))
         best = found if best is None or found.peak > best.peak else best
     assert best is not None
     return best
@@ -156,6 +159,11 @@ def _parts(held: Counter[Kind], shards: Totals, shards_of_trace: Totals, trace: 
         "communication": held[Kind.COMMUNICATION],
         "buffers": max(0, buffers),
     }
+
+
+def _held_in_update(plan: ShardingPlan) -> int:
+    """Return what Muon holds in a step. Traces have AdamW, which holds nothing."""
+    return sum(muon.held for muon in orthogonalised(plan).values())
 
 
 def _stage_memory(
@@ -193,7 +201,10 @@ def _stage_memory(
             "communication": shards.receive_buffer_bytes + max(held[Kind.COMMUNICATION] for held in moments.values()),
             "buffers": buffers,
         }
-        found = MemoryForecast("with most microbatches alive", parts, tuple(sorted(traces.made)), rank)
-        best = found if best is None or found.peak > best.peak else best
+        update = {**dict.fromkeys(parts, 0), "update": _held_in_update(on_stages(plan, stages))}
+        update |= {name: parts[name] for name in ("parameters", "optimizer", "gradients", "buffers")}
+        for moment, own_parts in (("with most microbatches alive", parts), (UPDATE, update)):
+            found = MemoryForecast(moment, own_parts, tuple(sorted(traces.made)), rank)
+            best = found if best is None or found.peak > best.peak else best
     assert best is not None
     return best

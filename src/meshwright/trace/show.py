@@ -21,6 +21,7 @@ _WORDS = {
     "logits": "with their gradients, and sums over chunks",
     "communication": "buffers of collectives, and of what stages receive",
     "buffers": "of the model",
+    "update": "what the step of the optimizer holds beside its state",
     "teacher": "shards, what it gathers, what it says: estimated, without what its layers compute for a moment",
     "allocator": "rounding and fragments: assumed",
     "reserved": "context of the device, workspaces, collectives: assumed",

@@ -20,7 +20,7 @@ from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
-from meshwright.plan.update.states import update_traffic
+from meshwright.plan.update.states import orthogonalised, update_traffic
 from meshwright.trace.memory import Traces
 from meshwright.trace.overlap import Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
@@ -138,6 +138,9 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     parts["update"] = updated / (HOST_MEMORY if plan.options.cpu_offload else bandwidth)
     for item in update_traffic(own):
         parts["update"] += collective_seconds(layout, hardware, item.axis, item.kind, item.calls, item.size or 0)
+    for dtype, muon in orthogonalised(own).items():
+        rate = hardware.bf16_tflops if dtype == "bfloat16" else hardware.fp32_tflops
+        parts["update"] += 2 * muon.work / (reached * rate * 1e12)
     if plan.options.cpu_offload:  # shards go to the device for each gather, gradients to the host
         gathers = max(unit_traffic(plan, unit).all_gathers for unit in plan.fsdp_units)
         parts["host"] = (gathers * shards.parameter_bytes + shards.gradient_bytes) / (hardware.host_gb_s * 1e9)

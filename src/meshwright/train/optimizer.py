@@ -1,11 +1,9 @@
-"""The optimizer, and the learning rate as a function of the step: ours, or those of the user."""
+"""The optimizer of a run: ours, or one of the user."""
 
 import inspect
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
@@ -18,31 +16,20 @@ from meshwright.distributed.update.adafactor import Adafactor
 from meshwright.distributed.update.lion import Lion
 from meshwright.distributed.update.quantized import quantized_optimizer
 from meshwright.distributed.update.sgd import Sgd
+from meshwright.distributed.update.sharded_muon import Muon
 from meshwright.errors import ConfigError, PartError, PlanError, Refusal
 from meshwright.objectives.call import in_part
 from meshwright.plan.given.options import UpdateRule
 from meshwright.plan.result.sharding_plan import ParameterRow
+from meshwright.plan.update.matrices import Form
 from meshwright.plan.update.states import ALL, COLUMNS, ROWS
-from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from meshwright.train.config import OptimizerConfig, RunConfig
+from meshwright.train.learning_rate import SHARE, learning_rate
 from meshwright.train.schema.optimizer_config import Updater
-from meshwright.train.schema.optimizer_kinds import KEYS, QUANTIZED
+from meshwright.train.schema.optimizer_kinds import KEYS, MUON, QUANTIZED
 from meshwright.user_code import check_arguments, find_part
 
-__all__ = [
-    "SHARE",
-    "SeveralOptimizers",
-    "build_optimizer",
-    "check_parts",
-    "learning_rate",
-    "set_learning_rate",
-    "skips_by_flag",
-    "update_rules",
-]
-
-SHARE = "share"
-"""Key of a parameter group: its learning rate, as a share of that of the configuration."""
-
-Factor = Callable[[int, int], float]
+__all__ = ["SeveralOptimizers", "build_optimizer", "check_parts", "skips_by_flag", "update_rules", "users_optimizer"]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[ParameterRow]) -> torch.optim.Optimizer:
@@ -80,7 +67,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
             raise PlanError("plan.model", said)
         alike.setdefault(row.update, {}).setdefault(settings, []).append(parameter)
     alike = alike or {next(iter(updaters)): {whole: []}}  # a stage may have no trained parameter
-    made = {name: _make(config, one, alike[name], whole) for name, one in updaters.items() if name in alike}
+    forms: dict[torch.Tensor, Form] = {
+        trained[name]: row.form for name, row in row_of.items() if name in trained and row.form is not None
+    }
+    made = {name: _make(config, one, alike[name], whole, forms) for name, one in updaters.items() if name in alike}
     return SeveralOptimizers(made, updaters) if len(made) > 1 else next(iter(made.values()))
 
 
@@ -95,7 +85,11 @@ class _Settings(NamedTuple):
 
 
 def _make(
-    config: OptimizerConfig, updater: Updater, alike: Mapping[_Settings, list[torch.Tensor]], whole: _Settings
+    config: OptimizerConfig,
+    updater: Updater,
+    alike: Mapping[_Settings, list[torch.Tensor]],
+    whole: _Settings,
+    forms: Mapping[torch.Tensor, Form],
 ) -> torch.optim.Optimizer:
     """Return one of the optimizers of a configuration for its parameters."""
     groups: list[dict[str, Any]] = []
@@ -108,6 +102,9 @@ def _make(
     for group, settings in zip(groups, sorted(alike, reverse=True), strict=True):
         group |= {key: getattr(settings, key) for key in keys}
     options = {} if updater.options is None else updater.options.model_dump()
+    if updater.kind == MUON:
+        del options["by_head"]  # the forms say it
+        options |= {"dtype": getattr(torch, options["dtype"]), "forms": forms}
     return _OURS[updater.kind](groups, lr=config.lr, **{key: getattr(whole, key) for key in keys}, **options)
 
 
@@ -123,6 +120,7 @@ _OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adafactor": Adafactor,
     "lion": Lion,
     **{kind: partial(_quantized, kind) for kind in QUANTIZED},
+    "muon": Muon,
     "sgd": Sgd,
 }
 
@@ -167,8 +165,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
                 with in_part(f"optimizer {part.use}", "step") if part is not None else nullcontext():
                     one.step()
             finally:
-                if "found_inf" in vars(one):
-                    del one.found_inf  # type: ignore[attr-defined]
+                vars(one).pop("found_inf", None)
 
 
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
@@ -282,61 +279,3 @@ def _tried(config: OptimizerConfig, updater: Updater) -> tuple[tuple[str, Any], 
             if isinstance(one, torch.Tensor) and one.numel() > 1
         )
     return tuple(found.items())
-
-
-def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of a step, counted from 0, in a run of ``steps`` steps.
-
-    Warmup is linear and reaches the peak in its last step. The decay reaches ``final_ratio * peak`` in the run's last step.
-    The cosine decay is that of Loshchilov and Hutter 2017 (arXiv 1608.03983), without restarts.
-
-    Raises:
-        ConfigError: a schedule of the user does not exist, or its arguments are wrong.
-        PartError: it raises something, or returns no number of at least 0.
-    """
-    if schedule.use is not None:
-        with in_part(f"schedule {schedule.use}", f"step {step} of {steps}"):
-            factor = _factor(schedule.use, json.dumps(schedule.arguments, sort_keys=True))(step, steps)
-        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
-            said = f"schedule {schedule.use}: returned {factor!r} for step {step} of {steps}; legal is a factor of at least 0"
-            raise PartError("part.returned", said)
-        return peak * factor
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
-    after, final = step - schedule.warmup_steps, schedule.final_ratio
-    left = 1 - min(1.0, after / max(1, steps - 1 - schedule.warmup_steps))
-    match schedule.kind:
-        case "constant":
-            return peak
-        case "inverse_sqrt":
-            start = max(1, schedule.warmup_steps)
-            return peak * max(final, math.sqrt(start / (after + start)))
-        case "wsd":
-            decay = min(schedule.decay_steps or max(1, steps // 10), max(1, steps - schedule.warmup_steps))
-            shape = min(1.0, (steps - 1 - step) / decay)
-        case "cosine":
-            shape = 0.5 * (1 + math.cos(math.pi * (1 - left)))
-        case "polynomial":
-            shape = left**schedule.power
-        case _:
-            shape = left
-    return peak * (final + (1 - final) * shape)
-
-
-@cache
-def _factor(use: str, arguments: str) -> Factor:
-    """Return the function of the user, with its arguments, given as JSON."""
-    found = find_part("schedule.use", use, "schedules", ["kind=cosine, linear, constant, wsd, inverse_sqrt, polynomial"])
-    if not callable(found):
-        raise ConfigError("part.signature", f"schedule.use={use}: is no function of (step, steps)")
-    return partial(found, **check_arguments("schedule", found, json.loads(arguments), given=2))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group: its share of a rate."""
-    for group in optimizer.param_groups:
-        own = rate * group.get(SHARE, 1.0)
-        if isinstance(group["lr"], torch.Tensor):  # of torchao, whose compiled step reads it
-            group["lr"].fill_(own)
-        else:
-            group["lr"] = own

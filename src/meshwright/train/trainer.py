@@ -25,8 +25,8 @@ from meshwright.train.engine.runner import Runner
 from meshwright.train.engine.score_store import PassLines, score_store
 from meshwright.train.engine.steps import StepEngine
 from meshwright.train.forecast import Expectation
+from meshwright.train.learning_rate import learning_rate
 from meshwright.train.metrics import Recorder
-from meshwright.train.optimizer import learning_rate
 from meshwright.train.outcomes import Outcomes
 from meshwright.train.parts import PARTS, Parts, Progress, eval_loader
 from meshwright.train.start.ending import Agreement

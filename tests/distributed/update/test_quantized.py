@@ -18,7 +18,8 @@ from meshwright.plan.cost.price import totals
 from meshwright.plan.update.states import in_blocks
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.host import host_lines
-from meshwright.train.optimizer import build_optimizer, set_learning_rate
+from meshwright.train.learning_rate import set_learning_rate
+from meshwright.train.optimizer import build_optimizer
 from meshwright.train.schema.optimizer_kinds import QUANTIZED
 from meshwright.train.start.setup import make_setup
 from tests.harness import run_ranks

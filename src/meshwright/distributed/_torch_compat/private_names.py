@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModu
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.errors import Refusal, UnsupportedError
 
@@ -110,6 +111,7 @@ INSTANCE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     FSDPMeshInfo: ("mesh",),
     ParamModuleInfo: ("module", "param_name"),
     DTensor: ("_local_tensor",),
+    _StridedShard: ("split_factor",),
 }
 """Class to attributes that its objects have. One that moved would be created anew in silence, or be taken for not there yet."""
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,11 @@ __all__ = [
     "flatten_mesh",
     "flight_records",
     "group_of_call",
+    "group_over",
     "group_ranks",
     "inherit_timeout",
     "mend_gloo",
+    "offer_groups",
     "reduce_scatter_single",
     "shared_groups",
 ]
@@ -177,6 +179,37 @@ _OF_LAYERS = ("tp", "cp", "ep")
 
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 """Names of the groups that :func:`shared_groups` created, by the default group at that time."""
+
+
+_BY_RANKS: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups of meshes by their ranks, for each default group."""
+
+
+def offer_groups(mesh: DeviceMesh) -> None:
+    """Let :func:`group_over` find the groups of a mesh. The first of some ranks is kept."""
+    known = _BY_RANKS.setdefault(distributed_c10d._get_default_group(), WeakValueDictionary())
+    for group in mesh.get_all_groups():
+        known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+
+
+def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """Return the group of the ranks that differ from this one on some axes of a mesh alone.
+
+    Of one axis, it is that of the mesh. Of several, it is one that was offered, or else one that is made. Only the ranks of the
+    group need to call this.
+    """
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    own = mesh.get_coordinate()
+    assert own is not None
+    members = mesh.mesh[tuple(slice(None) if axis in axes else place for axis, place in enumerate(own))]
+    ranks = tuple(sorted(members.flatten().tolist()))
+    known = _BY_RANKS.setdefault(distributed_c10d._get_default_group(), WeakValueDictionary())
+    if (found := known.get(ranks)) is None:
+        timeout = _timeout_of(mesh.get_group(axes[0]))
+        found = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc="mesh_update")
+        known[ranks] = found
+    return found
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

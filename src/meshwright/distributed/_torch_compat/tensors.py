@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "alias",
     "compiled_anew",
+    "cuts_of",
     "in_backward",
     "is_decomposed",
     "memory_of",
@@ -50,6 +51,26 @@ def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
             if not later:
                 placements[axis] = Shard(placement.dim)
     return tuple(placements) if placements != list(tensor.placements) else None
+
+
+def cuts_of(tensor: DTensor) -> list[tuple[int, int, int]]:
+    """Return what shards a tensor, in the order in which it is sharded: (axis of the mesh, dimension, pieces).
+
+    FSDP's strided placements mean that later axes of the mesh shard the same dimension, and do it first. Other strided
+    placements are of packed dimensions (:func:`strided_shard`).
+    """
+    placements = [item if isinstance(item, Shard | _StridedShard) else None for item in tensor.placements]
+    first: list[tuple[int, int, int]] = []
+    last: list[tuple[int, int, int]] = []
+    for axis, placement in enumerate(placements):
+        if placement is None:
+            continue
+        later = any(other is not None and other.dim == placement.dim for other in placements[axis + 1 :])
+        if isinstance(placement, _StridedShard) and later:
+            last.append((axis, placement.dim, 1))
+        else:
+            first.append((axis, placement.dim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1))
+    return [*first, *reversed(last)]
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from meshwright.models.reading.context import trace_attentions
+from meshwright.models.reading.fused_matrices import trace_fused
 from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
 from meshwright.models.reading.pipeline import trace_stages
@@ -16,6 +17,7 @@ from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ExpertsRule
 from meshwright.plan.given.traces import HeadFacts, RegionFacts, Traces
+from meshwright.plan.update.matrices import Apart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,3 +67,7 @@ class ModelTraces(Traces):
     def pairs(self, layers: Sequence[str]) -> Pairs:
         """See :func:`~meshwright.models.reading.tensor.pairs.trace_pairs`."""
         return trace_pairs(self.model, layers, self.experts)
+
+    def fused(self, layers: Sequence[str]) -> Mapping[str, Apart]:
+        """See :func:`~meshwright.models.reading.fused_matrices.trace_fused`."""
+        return trace_fused(self.model, layers, self.experts)

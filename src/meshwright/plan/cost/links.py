@@ -12,7 +12,13 @@ REACHED = 0.8
 
 
 def _group(layout: Layout, axis: str) -> tuple[int, int]:
-    """Return the size of a group, and the distance between two neighbours in it, both in ranks."""
+    """Return the size of a group, and the distance between two neighbours in it, both in ranks.
+
+    Of several axes, as in ``dp_shard_cp x tp``, they are those of one axis behind the other.
+    """
+    if " x " in axis:
+        both = [_group(layout, one) for one in axis.split(" x ")]
+        return math.prod(size for size, _ in both), min(distance for _, distance in both)
     inner = {"tp": 1, "cp": layout.size("tp"), "dp_shard_cp": layout.size("tp"), "ep": 1, "ep_shard": layout.ep}
     model = layout.size("tp") * layout.size("cp") * layout.size("dp_shard")
     distances = {**inner, "dp_replicate": model, "pp": model * layout.size("dp_replicate")}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from meshwright.plan.given.attentions import Attentions
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
+from meshwright.plan.update.matrices import Apart
 
 __all__ = ["HeadFacts", "RegionFacts", "Traces"]
 
@@ -89,3 +90,7 @@ class Traces:
     def pairs(self, layers: Sequence[str]) -> Pairs | None:
         """The pairs of matrices that can be sliced, and what mixes the features of others; ``None``: unknown."""
         return None
+
+    def fused(self, layers: Sequence[str]) -> Mapping[str, Apart]:
+        """The weights inside of layers that are several matrices, or that have heads, by name; none: unknown."""
+        return {}

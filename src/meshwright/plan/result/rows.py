@@ -5,13 +5,14 @@ from typing import Any
 
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextMethod, SyncPolicy
+from meshwright.plan.update.matrices import Form
 
 __all__ = ["DECAYED", "AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", "TensorParallelRow", "UnitRow"]
 
 DECAYED = ("matrix", "decay")
 """The rules of :attr:`ParameterRow.decay_rule` that decay."""
 
-_OF_GROUPS = ("betas", "eps", "fused")
+_OF_SOME = ("betas", "eps", "fused", "form")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class ParameterRow:
         eps: so too.
         fused: whether one kernel updates the parameters of its group, so too.
         update: name of the rule that updates it, such as ``adamw``; ``frozen``: none does.
+        form: what each of its weights is, if Muon updates it.
     """
 
     name: str
@@ -67,10 +69,11 @@ class ParameterRow:
     eps: float | None = None
     fused: bool | None = None
     update: str = "adamw"
+    form: Form | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as values that JSON can hold. What only groups of the optimizer change stands there if they do."""
-        return {name: own for name, own in asdict(self).items() if name not in _OF_GROUPS or own is not None}
+        return {name: own for name, own in asdict(self).items() if name not in _OF_SOME or own is not None}
 
     @property
     def decay_and_rate(self) -> str:

@@ -12,6 +12,7 @@ from meshwright.plan.result.action_values import describe, read_action, read_row
 from meshwright.plan.result.differences import PlanDifference, field_differences, row_differences
 from meshwright.plan.result.program import Action
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
+from meshwright.plan.update.matrices import read_form
 
 __all__ = [
     "EXPERTS",
@@ -207,7 +208,8 @@ def _completed(parameter: dict[str, Any]) -> dict[str, Any]:
     """
     trained, of_group = parameter["trainable"], parameter.get("optimizer") or "adamw"
     then = {"decayed": trained and len(parameter["shape"]) >= 2, "update": of_group if trained else "frozen"}
-    return {**then, **{name: own for name, own in parameter.items() if name != "optimizer"}}
+    now = {name: own for name, own in parameter.items() if name != "optimizer"}
+    return {**then, **now, **({"form": read_form(now["form"])} if "form" in now else {})}
 
 
 def _line(action: Action) -> str:

@@ -8,7 +8,7 @@ from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.price import Totals, fullest_rank, totals
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
-from meshwright.plan.update.states import kept_words, update_traffic
+from meshwright.plan.update.states import kept_words, orthogonalised, update_traffic
 
 __all__ = ["human_bytes", "summary"]
 
@@ -81,6 +81,9 @@ def summary(plan: ShardingPlan) -> Table:
     for item in update_traffic(on_stages(plan, stages_of_rank(plan, fullest_rank(plan)))):
         row = f"{_DONE[item.kind]} over {item.axis} by the optimizer", human_bytes(item.size or 0)
         table.add_row(*row, number_of(item.calls, "collective"))
+    for muon in orthogonalised(on_stages(plan, stages_of_rank(plan, fullest_rank(plan)))).values():
+        uneven = "" if muon.even > 0.95 else f"; ranks have {100 * muon.even:.0f} % of the work of the busiest, on average"
+        table.add_row("held by Muon in an update", human_bytes(muon.held), f"beside its state{uneven}")
     if plan.layout.world_size > 1 and any(not rule.kind for rule in options.rules.values()):
         table.add_row("sent by your optimizer", "unknown", "what it does with shards is its own")
     return table

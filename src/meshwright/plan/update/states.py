@@ -5,11 +5,26 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
+from meshwright.layout import Layout
 from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.rows import ParameterRow
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
+from meshwright.plan.update.matrices import Form
+from meshwright.plan.update.muon_choice import held_of, indices_of_rank
+from meshwright.plan.update.muon_cost import UpdateTraffic, traffic_of
 
-__all__ = ["ALL", "COLUMNS", "LEAST_IN_BLOCKS", "ONE", "ROWS", "in_blocks", "kept_words", "state_bytes", "update_traffic"]
+__all__ = [
+    "ALL",
+    "COLUMNS",
+    "LEAST_IN_BLOCKS",
+    "ONE",
+    "ROWS",
+    "in_blocks",
+    "kept_words",
+    "orthogonalised",
+    "state_bytes",
+    "update_traffic",
+]
 
 ALL, ROWS, COLUMNS, ONE = "all", "rows", "columns", "one"
 """What a tensor of the state has a number of: each entry of the parameter, each row, each column, or the parameter."""
@@ -40,8 +55,9 @@ def update_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
     sizes: Counter[tuple[str, str]] = Counter()
     for name in dict.fromkeys(row.update for row in plan.parameters if row.trainable):
         rows = [row for row in plan.parameters if row.update == name]
-        of_rule = _TRAFFIC.get(plan.options.rules[name].kind if rows else "")
-        for item in of_rule(rows) if of_rule is not None else ():
+        rule = plan.options.rules[name]
+        of_rule = _TRAFFIC.get(rule.kind)
+        for item in of_rule(plan.layout, rows, dict(rule.options)) if of_rule is not None else ():
             found[item.axis, item.kind] += item.calls
             sizes[item.axis, item.kind] += item.size or 0
     return [AxisTraffic(*key, calls, sizes[key]) for key, calls in found.items()]
@@ -88,7 +104,7 @@ def _number(shape: tuple[int, ...], kept: str) -> int:
     return prod(left[kept])
 
 
-def _rounds_of_adafactor(rows: list[ParameterRow]) -> list[AxisTraffic]:
+def _rounds_of_adafactor(layout: Layout, rows: list[ParameterRow], options: Mapping[str, Any]) -> list[AxisTraffic]:
     """Two rounds of sums (:mod:`meshwright.distributed.update.adafactor`), each an all-reduce for an axis and a dtype."""
     sizes: dict[tuple[str, int], int] = {}
     for row in rows:
@@ -107,7 +123,41 @@ def _rounds_of_adafactor(rows: list[ParameterRow]) -> list[AxisTraffic]:
     return [AxisTraffic(axis, "all_reduce", 2, size) for (axis, _), size in sizes.items()]
 
 
-_TRAFFIC: dict[str, Callable[[list[ParameterRow]], list[AxisTraffic]]] = {"adafactor": _rounds_of_adafactor}
+def _of_muon(layout: Layout, rows: list[ParameterRow], options: Mapping[str, Any]) -> UpdateTraffic:
+    held = [held_of(row, layout, row.form or Form()) for row in rows]
+    return traffic_of(
+        held,
+        indices_of_rank(layout),
+        itemsize(options["dtype"]),
+        [itemsize(row.dtype) for row in rows],
+        steps=options["ns_steps"],
+        nesterov=options["nesterov"],
+        bucket=options["bucket"],
+    )
+
+
+def _exchanges_of_muon(layout: Layout, rows: list[ParameterRow], options: Mapping[str, Any]) -> list[AxisTraffic]:
+    """Two all-to-alls a bucket, over the ranks that have parts of a matrix (:mod:`meshwright.plan.update.muon`)."""
+    names = {"dp_shard": "dp_shard_cp"}
+    groups = _of_muon(layout, rows, options).groups
+    return [AxisTraffic(" x ".join(names.get(axis, axis) for axis in axes), "all_to_all", *own) for axes, *own in groups]
+
+
+def orthogonalised(plan: ShardingPlan) -> dict[str, UpdateTraffic]:
+    """Return what Muon costs the rank that it costs most, for each dtype that it computes in; empty: nothing is Muon's."""
+    found = {}
+    for name in dict.fromkeys(row.update for row in plan.parameters if row.trainable):
+        rule = plan.options.rules[name]
+        if rule.kind == "muon":
+            options = dict(rule.options)
+            found[options["dtype"]] = _of_muon(plan.layout, [row for row in plan.parameters if row.update == name], options)
+    return found
+
+
+_TRAFFIC: dict[str, Callable[[Layout, list[ParameterRow], Mapping[str, Any]], list[AxisTraffic]]] = {
+    "adafactor": _rounds_of_adafactor,
+    "muon": _exchanges_of_muon,
+}
 """The collectives of a kind for the parameters that it updates; the others have none."""
 
 _BYTES: dict[str, Callable[[ParameterRow, Mapping[str, Any]], int]] = {
@@ -117,6 +167,7 @@ _BYTES: dict[str, Callable[[ParameterRow, Mapping[str, Any]], int]] = {
     "adamwfp8": _in_blocks(8, 0),
     "adafactor": _of_adafactor,
     "lion": _moments(1),
+    "muon": _moments(1),
     "sgd": _of_sgd,
     "": _of_user,
 }
@@ -128,5 +179,6 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "adamwfp8": lambda options: f"AdamW, two moments in fp8, blocks of {options['block_size']}",
     "adafactor": lambda options: "Adafactor, means of rows and columns",
     "lion": lambda options: "Lion, one moment",
+    "muon": lambda options: "Muon, one moment",
     "sgd": lambda options: "SGD, momentum" if options["momentum"] else "SGD, nothing",
 }

@@ -22,7 +22,7 @@ from meshwright.train import evaluation
 from meshwright.train.engine.loop_batches import as_many, completed, padded
 from meshwright.train.engine.loop_setup import on_meta
 from meshwright.train.engine.steps import StepEngine
-from meshwright.train.optimizer import learning_rate, set_learning_rate
+from meshwright.train.learning_rate import learning_rate, set_learning_rate
 from meshwright.train.parts import Parts
 from meshwright.train.run_objective import make_objective
 from meshwright.train.start.given_routes import check_batch

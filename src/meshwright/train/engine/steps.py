@@ -24,7 +24,7 @@ from meshwright.train.batches import RankBatches
 from meshwright.train.engine.guard import Guard
 from meshwright.train.engine.runner import COUNT, SUM, Sums
 from meshwright.train.engine.teacher import Teacher
-from meshwright.train.optimizer import set_learning_rate
+from meshwright.train.learning_rate import set_learning_rate
 from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, seed_of_dropout
 from meshwright.train.start.setup import RunSetup, plain_config
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from meshwright.train.schema.optimizer_kinds import ADAMW, KEYS, Kind, options_of
+from meshwright.train.schema.optimizer_kinds import ADAMW, KEYS, MUON, Kind, options_of
 from meshwright.train.schema.parallel_config import Section
 from meshwright.user_code import PartConfig, part_text
 
@@ -148,7 +148,7 @@ class OptimizerConfig(_Replaceable):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.beside_use("kind")
-        kinds = {one.kind for one in (self._whole, *map(self.updater_of, self.groups))}
+        kinds = {one.kind for one in self.updaters.values()}
         for key in _OF_SOME:
             if self.changed(key) and not any(key in KEYS.get(kind, ()) for kind in kinds):
                 chosen = f"kind={self.kind}" if self.use is None else f"use={self.use}"
@@ -182,8 +182,9 @@ class OptimizerConfig(_Replaceable):
 
     @property
     def updaters(self) -> dict[str, Updater]:
-        """The optimizers by their names; that of the parameters in no group is the first."""
-        return {one.name: one for one in (self._whole, *map(self.updater_of, self.groups))}
+        """The optimizers by their names; that of the parameters in no group is the first. Beside Muon there is AdamW."""
+        beside = [_updater("optimizer", ADAMW, None, {})] if self.kind == MUON and self.use is None else []
+        return {one.name: one for one in (self._whole, *beside, *map(self.updater_of, self.groups))}
 
     @property
     def kinds(self) -> set[str]:

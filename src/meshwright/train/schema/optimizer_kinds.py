@@ -7,11 +7,13 @@ from pydantic import Field, ValidationError
 
 from meshwright.train.schema.parallel_config import Section
 
-__all__ = ["ADAMW", "KEYS", "QUANTIZED", "SCHEMAS", "Kind", "options_of"]
+__all__ = ["ADAMW", "KEYS", "MUON", "QUANTIZED", "SCHEMAS", "Kind", "options_of"]
 
 ADAMW: Literal["adamw"] = "adamw"
 
-Kind = Literal["adamw", "adamw8bit", "adamw4bit", "adamwfp8", "adafactor", "lion", "sgd"]
+MUON: Literal["muon"] = "muon"
+
+Kind = Literal["adamw", "adamw8bit", "adamw4bit", "adamwfp8", "adafactor", "lion", "muon", "sgd"]
 
 QUANTIZED = ("adamw8bit", "adamw4bit", "adamwfp8")
 """Kinds of torchao."""
@@ -52,6 +54,29 @@ class LionOptions(Section):
     betas: tuple[_Share, _Share] = Field(default=(0.9, 0.99), description="Of the update, and of the moment.")
 
 
+class MuonOptions(Section):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), with the names of torch.optim.Muon.
+
+    It updates the matrices inside of layers. The rest is updated by AdamW, with the keys of ``optimizer``.
+    """
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    nesterov: bool = True
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+        default="match_rms_adamw",
+        description="Factor of the rate of a matrix. match_rms_adamw: updates are as large as those of AdamW, so that one "
+        "rate is for both (arXiv 2502.16982). original: the root of rows / columns, where that is above 1.",
+    )
+    ns_steps: int = Field(default=5, ge=1, lt=100, description="Steps of Newton-Schulz.")
+    ns_coefficients: tuple[float, float, float] = Field(default=(3.4445, -4.7750, 2.0315), description="Of Newton-Schulz.")
+    eps: float = Field(default=1e-7, gt=0, description="The least number that a matrix is divided by.")
+    dtype: Literal["bfloat16", "float32", "float64"] = Field(
+        default="bfloat16", description="In which matrices are exchanged and orthogonalised."
+    )
+    by_head: bool = Field(default=False, description="Queries, keys and values of each head are a matrix.")
+    bucket: int = Field(default=2**25, ge=1, description="Elements of the matrices that are exchanged at once, for each rank.")
+
+
 class SgdOptions(Section):
     """Stochastic gradient descent, as torch.optim.SGD; decay is added to the gradient."""
 
@@ -65,6 +90,7 @@ SCHEMAS: dict[str, type[Section]] = {
     "adamw4bit": FourBitOptions,
     "adafactor": AdafactorOptions,
     "lion": LionOptions,
+    "muon": MuonOptions,
     "sgd": SgdOptions,
 }
 """The options of each kind."""

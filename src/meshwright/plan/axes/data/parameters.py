@@ -166,6 +166,7 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], probl
         eps=rate.eps,
         fused=rate.fused,
         update=draft.rules[parameter.name],
+        form=draft.forms.get(parameter.name),
         copies=stages[1:],
     )
 
