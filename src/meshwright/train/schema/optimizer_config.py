@@ -219,7 +219,7 @@ def _updater(where: str, kind: str, use: str | None, arguments: dict[str, Any]) 
 
 
 def _having(key: str) -> str:
-    return " and ".join(f"kind={kind}" for kind, keys in KEYS.items() if key in keys)
+    return f"kind={next(kind for kind, keys in KEYS.items() if key in keys)}"
 
 
 class ScheduleConfig(_Replaceable):
