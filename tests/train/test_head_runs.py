@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 import meshwright as mw
 from meshwright.checkpoint.directory import latest
@@ -34,7 +34,7 @@ def _of_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def example(name: str, tmp_path: Path, *overrides: str) -> RunConfig:
-    rows = {"classify": "labeled", "reward": "pairs"}[name]
+    rows = {"classify": "labeled", "reward": "pairs", "label_words": "labeled_words"}[name]
     short = [
         f"data.source={{use: 'examples.parts.docstrings:{rows}', with: {{files: 4}}}}",
         "data.sequence_length=128",
@@ -98,8 +98,31 @@ def test_a_reward_model_learns_resumes_and_runs_sliced(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_words_are_labeled_and_a_run_resumes(tmp_path: Path) -> None:
+    run = example("label_words", tmp_path / "whole")
+    expected = train(run, 2)
+    last = [row for row in rows(run) if "eval/accuracy" in row][-1]
+    assert last["eval/accuracy"] > 0.9
+    assert last["eval/macro_f1"] > 0.7
+    half = example("label_words", tmp_path / "parts", "training.steps=8")
+    train(half, 2)
+    assert train(example("label_words", tmp_path / "parts"), 2) == expected
+    export_checkpoint(newest(run), tmp_path / "exported")
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "exported").eval()
+    words = ["return", "self", ".", "names", "[", "12", "]"]
+    encoded = AutoTokenizer.from_pretrained(tmp_path / "exported")(words, is_split_into_words=True, return_tensors="pt")
+    with torch.no_grad():
+        said = model(**encoded).logits[0].argmax(-1).tolist()
+    places = encoded.word_ids()
+    first = [place for place, word in enumerate(places) if word is not None and word not in places[:place]]
+    kinds = ["keyword", "name", "sign", "name", "sign", "number", "sign"]
+    right = [model.config.id2label[said[place]] == kind for place, kind in zip(first, kinds, strict=True)]
+    assert sum(right) >= 6
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["classify", "reward"])
+@pytest.mark.parametrize("name", ["classify", "reward", "label_words"])
 def test_an_example_on_each_axis(tmp_path: Path, name: str, layout: str) -> None:
     plain = train(example(name, tmp_path / "plain", "training.steps=6"), 2)
     other = example(name, tmp_path / "other", "training.steps=6", layout)
