@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import meshwright as mw
 from meshwright.audit.conduct import audit
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.weights.source import PLACES, fingerprint
+from meshwright.objectives.preference import Preference
 from meshwright.train.config import RunConfig
+from meshwright.train.evaluation import evaluate
 from meshwright.train.start.prepare import introduce, prepare_run
 from meshwright.train.start.reference_values import reference_values
 from meshwright.train.start.run_files import Paths
@@ -176,6 +179,35 @@ def test_an_adapter_that_is_not_all_that_changes(tmp_path: Path) -> None:
             1,
         )
     assert "adapter.save_modules=['lm_head']: are trained" in str(caught.value)
+
+
+@pytest.mark.parametrize(("staged", "most"), [(False, 1), (True, 8)])
+def test_an_evaluation_holds_few_microbatches(staged: bool, most: int) -> None:
+    """What a pass finds of tokens is on the device with them, so not all that is held out is there at once."""
+    there, peaks = [0], list[int]()
+
+    def to_device(batch: Any) -> Any:
+        there[0] += 1
+        return batch
+
+    def evaluate_group(batches: Any) -> torch.Tensor:
+        peaks.append(len(list(batches)))
+        assert there[0] == peaks[-1]
+        there[0] = 0
+        return torch.full((1,), 2.0 * peaks[-1], dtype=torch.float64)
+
+    objective = Preference("dpo", reference="adapter_off")
+    objective.reference = True
+    objective.counts = lambda batches: [len(batches)]  # type: ignore[method-assign]
+    objective.summary = lambda sums: {}  # type: ignore[method-assign]
+    runner = SimpleNamespace(teach=None, plan=SimpleNamespace(stages=("one", "two") if staged else ()), evaluate=evaluate_group)
+    batches = SimpleNamespace(
+        objective=objective, mesh=SimpleNamespace(sum=lambda one: one), to_device=to_device, device=torch.device("cpu")
+    )
+    found = evaluate(runner, batches, [{}] * 11)  # type: ignore[arg-type, list-item]
+    assert found["eval/loss"] == 2.0
+    assert sum(peaks) == 11
+    assert max(peaks) == most
 
 
 def test_a_loop_of_ones_own_has_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

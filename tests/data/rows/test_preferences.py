@@ -177,6 +177,27 @@ def test_pairs_become_answers_by_themselves(jsonl: Jsonl) -> None:
     assert [float(document.values["label"]) for document in found] == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_answers_to_one_prompt_are_held_out_together(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, paired: bool) -> None:
+    """Or else an evaluation asks what was trained on."""
+    prompts = [f"{'quick ' * n}?" for n in range(1, 11)]
+    if paired:
+        rows = [{"prompt": one, "chosen": "fox", "rejected": "dog"} for one in prompts]
+    else:  # those of a prompt do not follow each other
+        rows = [{"prompt": one, "completion": said, "label": said == "fox"} for said in ("fox", "dog") for one in prompts]
+    for seed in range(4):
+        made = config(jsonl(rows), unpairs=True, eval_fraction=0.3)
+        store = prepare(made, tokenizer, tmp_path / f"store{seed}", seed)
+        assert store.seconds is not None
+        mask = np.array(store.loss_mask)
+        answers = [begin + int(mask[begin:end].argmax()) for begin, end in zip(store.offsets, store.offsets[1:], strict=False)]
+        asked = [bytes(store.tokens[begin:end]) for begin, end in zip(store.offsets, answers, strict=False)]
+        held = {asked[number] for number in store.documents("eval")}
+        assert len(held) == 3
+        assert len(store.documents("eval")) == 6
+        assert not held & {asked[number] for number in store.documents("train")}
+
+
 WRONG = {
     "an answer that is empty": ({"prompt": "quick?", "chosen": "fox", "rejected": ""}, "answer is empty"),
     "no answer": ({"prompt": ASKED, "chosen": ASKED + GOOD, "rejected": ASKED}, "field 'rejected' adds nothing to the prompt"),
