@@ -90,7 +90,9 @@ def test_both_answers_of_pairs(tmp_path: Path) -> None:
     assert not found[store.offsets[:-1] + store.seconds].any()
 
 
-def test_what_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_is_read_unless_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = run(tmp_path / "run", "training.steps=2")
     setup, _, store = prepare_run(config, 1)
     introduce(setup, config, store)
@@ -107,15 +109,11 @@ def test_what_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     run_ranks(train_on_rank, 1, again, store.directory)
     assert f"reference: log-probabilities of {tokens} tokens are read from" in capfd.readouterr().out
     assert len(losses(again)) == 3
-
-
-def test_damaged_values_are_computed_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = run(tmp_path / "run", "training.steps=1")
-    train(config)
+    monkeypatch.undo()  # and what is damaged is computed again
     (column,) = values_of(config)
     content = column.read_bytes()
     column.write_bytes(b"\1" + content[1:])
-    train(run(tmp_path / "run", "training.steps=2"))
+    train(run(tmp_path / "run", "training.steps=4"))
     assert "the reference's log-probabilities are computed again" in capfd.readouterr().out
     assert column.read_bytes() == content
 
@@ -230,6 +228,7 @@ def _loop(rank: int) -> None:
         engine.step([{"input_ids": ids, "reference_log_probs": torch.zeros(1, 16)}], Compared)
 
 
+@pytest.mark.thorough
 def test_an_audit_makes_up_what_it_says(tmp_path: Path) -> None:
     report = audit(run(tmp_path / "run"), nproc=2, steps=2)  # with its evaluation, and resuming
     assert report.passed, report.verdict

@@ -22,6 +22,7 @@ from tests.harness import refuses, run_ranks
 from tests.train.runs import CPU, checkpoints, eval_losses, losses, rows, tiny_run, train, write_corpus
 
 TOP = 8
+OTHERS = ("layout.cp=2", "layout.pp=2", "data.packing=pad")
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,10 @@ def _score(rank: int, job: ScoreJob, config: RunConfig, store: Path) -> None:
     job.run(setup, TokenStore.open(store), CPU, None)
 
 
-def test_rows_are_what_was_scored(teacher: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_what_was_scored(teacher: RunConfig, scored: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import pyarrow.parquet
 
+    capfd.readouterr()
     store = score(Path(teacher.output), tmp_path / "a.jsonl", "layout.tp=2", "layout.dp_shard=1")
     said = capfd.readouterr().out
     found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
@@ -71,14 +73,26 @@ def test_rows_are_what_was_scored(teacher: RunConfig, tmp_path: Path, capfd: pyt
     every = np.concatenate([row["log_probs"][1:] for row in found])
     assert f"perplexity {math.exp(-every.mean()):.4f} of {len(every):,} tokens to be learned, 60 documents" in said
     # The weights are those of the last checkpoint, of a run on another layout, and written to another kind of file.
-    score(Path(teacher.output), tmp_path / "b.parquet", ranks=1)
-    table = pyarrow.parquet.read_table(tmp_path / "b.parquet").to_pylist()
+    table = pyarrow.parquet.read_table(scored).to_pylist()
     assert [row["input_ids"] for row in table] == [row["input_ids"] for row in found]
     again = np.concatenate([row["log_probs"][1:] for row in table])
     np.testing.assert_allclose(again, every, atol=2e-5)
+
+
+@pytest.mark.thorough
+def test_an_earlier_checkpoint_and_no_other_words(teacher: RunConfig, tmp_path: Path) -> None:
+    store = score(Path(teacher.output), tmp_path / "a.jsonl", ranks=1)
     first = score(Paths(Path(teacher.output)).checkpoints / "step-00000030", tmp_path / "c.jsonl", ranks=1, top_k=0)
     assert first.values["log_probs"].mean() < store.values["log_probs"].mean()  # it had learned less
     assert "top_ids" not in json.loads((tmp_path / "c.jsonl").read_text().splitlines()[0])
+
+
+@pytest.fixture(scope="module")
+def scored(teacher: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the teacher says of its own documents."""
+    out = tmp_path_factory.mktemp("scored") / "scored.parquet"
+    score(Path(teacher.output), out)
+    return out
 
 
 def student(folder: Path, teacher: RunConfig, scored: Path, *overrides: str) -> RunConfig:
@@ -101,34 +115,31 @@ def student(folder: Path, teacher: RunConfig, scored: Path, *overrides: str) -> 
     return tiny_run(folder, scored, *sets, *overrides)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "layout.tp=2",
-        pytest.param("layout.cp=2", marks=pytest.mark.thorough),
-        pytest.param("layout.pp=2", marks=pytest.mark.thorough),
-        pytest.param("data.packing=pad", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_student_learns_and_goes_on(teacher: RunConfig, tmp_path: Path, layout: str) -> None:
-    score(Path(teacher.output), tmp_path / "scored.parquet")
-    fp64 = ("parallel.param_dtype=float64", "parallel.reduce_dtype=float64", "model.dtype=float64")
-    config = student(tmp_path / "student", teacher, tmp_path / "scored.parquet", layout, *fp64)
-    at_once = train(config, 2)
+@pytest.mark.parametrize("layout", ["layout.tp=2", *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)])
+def test_a_student_learns(teacher: RunConfig, scored: Path, tmp_path: Path, layout: str) -> None:
+    config = student(tmp_path / "student", teacher, scored, layout)
+    train(config, 2)
     agreement = [row["eval/agreement"] for row in rows(config) if "eval/agreement" in row]
     assert eval_losses(config)[-1] < 0.8 * eval_losses(config)[0]
     assert agreement[-1] > agreement[0] + 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["layout.tp=2", *OTHERS])
+def test_a_student_goes_on(teacher: RunConfig, scored: Path, tmp_path: Path, layout: str) -> None:
+    fp64 = ("parallel.param_dtype=float64", "parallel.reduce_dtype=float64", "model.dtype=float64")
+    config = student(tmp_path / "student", teacher, scored, layout, *fp64)
+    at_once = train(config, 2)
     shutil.rmtree(Paths(config.directory).checkpoints / checkpoints(config)[-1])
     Paths(config.directory).metrics.rename(tmp_path / "metrics.jsonl")
     assert train(config, 2) == pytest.approx(at_once[6:], rel=1e-9)
     assert losses(config)[-1] == pytest.approx(at_once[-1], rel=1e-9)
 
 
-def test_another_tokenizer_is_noticed(teacher: RunConfig, tmp_path: Path) -> None:
-    score(Path(teacher.output), tmp_path / "scored.jsonl")
+def test_another_tokenizer_is_noticed(teacher: RunConfig, scored: Path, tmp_path: Path) -> None:
     other = tiny_run(tmp_path, write_corpus(tmp_path / "other.jsonl", seed=3), "tokenizer.vocab_size=280", "training.steps=1")
     prepare_run(other, 1)
-    config = student(tmp_path / "student", teacher, tmp_path / "scored.jsonl", f"tokenizer.path={other.output}/tokenizer")
+    config = student(tmp_path / "student", teacher, scored, f"tokenizer.path={other.output}/tokenizer")
     with refuses(DataError, "data.bad_rows") as caught:
         prepare_run(config, 1)
     assert "its tokens are those of another tokenizer" in str(caught.value)

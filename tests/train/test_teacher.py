@@ -43,8 +43,8 @@ COLUMNS = {
 """The same from files."""
 
 CELLS = {
-    "shard 2": (2, ()),
     "tp 2, teacher pp 2": (2, ("layout.tp=2", "parallel.loss_parallel=true", "teacher.layout={pp: 2}")),
+    "shard 2": (2, ()),
     "pp 2, teacher tp 2": (2, ("layout.pp=2", "teacher.layout={tp: 2}")),
 }
 PRODUCTS: dict[str, tuple[Any, ...]] = {
@@ -151,6 +151,7 @@ def compare(folder: Path, ranks: int, overrides: tuple[str, ...], both: tuple[st
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-11, msg=name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("label", CELLS)
 def test_a_teacher_gives_what_its_columns_give(tmp_path: Path, label: str) -> None:
     compare(tmp_path, *CELLS[label])
