@@ -136,6 +136,61 @@ def test_a_student_goes_on(teacher: RunConfig, scored: Path, tmp_path: Path, lay
     assert losses(config)[-1] == pytest.approx(at_once[-1], rel=1e-9)
 
 
+def pairs(folder: Path, *overrides: str) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    said = [
+        {"prompt": f"count to {n}", "chosen": "one two " * (n % 3 + 1), "rejected": "no " * (n % 5 + 1)} for n in range(1, 31)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, said)))
+    template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+    sets = (
+        f"tokenizer.chat_template={json.dumps(template)}", "tokenizer.vocab_size=270", "data.sequence_length=128",
+        "model.config.max_position_embeddings=128", "training.objective=preference", "training.steps=3",
+        "data.long_documents=truncate",
+    )  # fmt: skip
+    return tiny_run(folder, folder / "pairs.jsonl", *sets, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("layout.tp=2", "jsonl"), pytest.param("layout.cp=2", "parquet", marks=pytest.mark.thorough)]
+)
+def test_a_run_reads_the_scores_of_pairs_as_its_reference(tmp_path: Path, layout: str, kind: str) -> None:
+    """It is the run whose reference was computed before its first step, from rows that are tokens."""
+    config = pairs(tmp_path / "first", "data.sequence_length=56", "data.packing=pad")
+    expected = train(config, 2)
+    assert expected[-1] < expected[0] == pytest.approx(math.log(2), abs=1e-6)
+    out = tmp_path / f"scored.{kind}"
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    scores = score(tmp_path / "run.yaml", out, layout, top_k=2)
+    assert scores.seconds is not None
+    assert 0 < scores.index.truncated < scores.index.documents
+    if kind == "jsonl":
+        row = json.loads(out.read_text().splitlines()[3])
+        begin, end = scores.offsets[3], scores.offsets[4]
+        assert row["chosen_ids"] + row["rejected_ids"] == scores.tokens[begin:end].tolist()
+        assert row["log_probs"][len(row["chosen_ids"])] == row["log_probs"][0] == 0
+        assert row["tokens"] == sum(row["chosen_mask"]) + sum(row["rejected_mask"])
+        assert len(row["top_ids"]) == len(row["log_probs"]) == end - begin
+    columns = "data.tensors={reference_log_probs: {per: token, column: log_probs}}"
+    same = ("data.sequence_length=56", "data.packing=pad", f"tokenizer={{path: {config.output}/tokenizer}}")
+    read = pairs(tmp_path / "second", *same, f"data.files=['{out}']", columns)
+    found = prepare_run(read, 2)[2]
+    np.testing.assert_array_equal(found.tokens, scores.tokens)
+    np.testing.assert_array_equal(np.asarray(found.seconds), np.asarray(scores.seconds))
+    assert train(read, 2) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_else_reads_pairs_is_told_how_to_score(tmp_path: Path) -> None:
+    kto = pairs(tmp_path, "training.objective={use: preference, with: {loss_type: kto}}")
+    with refuses(ConfigError, "config.objective") as caught:
+        config_to_score(kto, tmp_path / "work", None)
+    assert "score pairs with training.objective=preference, and single answers with" in str(caught.value)
+    reward = pairs(tmp_path, "training.objective=reward", "model.head={kind: sequence_classification, num_labels: 1}")
+    with refuses(ConfigError, "config.objective") as caught:
+        config_to_score(reward, tmp_path / "work", None)
+    assert "the model says labels, not the next token; set model.head=null" in str(caught.value)
+
+
 def test_another_tokenizer_is_noticed(teacher: RunConfig, scored: Path, tmp_path: Path) -> None:
     other = tiny_run(tmp_path, write_corpus(tmp_path / "other.jsonl", seed=3), "tokenizer.vocab_size=280", "training.steps=1")
     prepare_run(other, 1)

@@ -128,7 +128,11 @@ class Writer:
         except DataError as error:
             self.bad.add(error)
         else:
-            self._add(document, tokens.ids, tokens.mask)
+            if tokens.first and tokens.mask is not None:
+                parts = slice(None, tokens.first), slice(tokens.first, None)
+                self._add_pair(document, [(tokens.ids[part], tokens.mask[part]) for part in parts])
+            else:
+                self._add(document, tokens.ids, tokens.mask)
 
     def _add_words(self, document: Document, words: Words) -> None:
         try:
