@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from maintain import objectives
 from maintain.cells import LAYOUTS, ON_EIGHT, PROOFS, VARIANTS, Cell, Outcome, Place, Variant, run_cell
 from maintain.tiny import TINY_MODELS
 from meshwright.audit.conduct import Auditor
@@ -126,8 +127,8 @@ def _page(
         "Each cell is a tiny model of the family, trained on that many CPU processes and in one, and compared parameter by",
         f"parameter ([how](audit.md)), under {len(variants)} combinations of options. A number is the largest error of a",
         "gradient, relative to its largest entry, in float32; *not yet* and *refused* are what `meshwright train` says too.",
-        "`2 x shard 4`: two replicas of four shards (HSDP). `seq`: with sequence parallel. Objectives have [a table of their",
-        "own](objectives.md).",
+        "`2 x shard 4`: two replicas of four shards (HSDP). `seq`: with sequence parallel. There is a table of",
+        "[each objective](#objectives) too.",
         "",
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",
@@ -138,6 +139,7 @@ def _page(
             cell = cells.get((family, place.label))
             row.append("" if cell is None else _words(cell, notes))
         lines.append(f"| {' | '.join(row)} |")
+    lines += ["", *objectives.section()]
     pairs = "Every value of every option meets every value of every other one, on up to four processes:"
     lines += ["", "## Options", "", pairs, ""]
     lines += [f"- {variant}{', also on eight processes' if variant in ON_EIGHT else ''}" for variant in variants]

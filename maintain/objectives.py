@@ -1,14 +1,17 @@
-"""Audits the objectives that Meshwright brings, each on every axis, and writes the table of docs/objectives.md.
+"""Audits the objectives that Meshwright brings, each on every axis, and writes their table in docs/support-matrix.md.
 
-From the root of the repository, seven minutes on two cores:
+From the root of the repository, nine minutes on two cores:
 
     python -m maintain.objectives
+
+The result is kept as data, from which ``python -m maintain.matrix`` writes the same section.
 """
 
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,11 @@ from meshwright.audit.data import draw_documents
 from meshwright.errors import MeshwrightError
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.train.config import RunConfig
+from meshwright.train.proofs.claim import versions
 
-__all__ = ["OBJECTIVES", "ObjectiveRow", "objective_case", "write_table"]
+__all__ = ["OBJECTIVES", "ObjectiveRow", "audit_objectives", "objective_case", "section", "write_section"]
 
-PAGE = Path("docs/objectives.md")
+DATA, PAGE = Path(__file__).with_name("objectives.json"), Path("docs/support-matrix.md")
 BEGIN, END = "<!-- python -m maintain.objectives writes from here -->", "<!-- to here -->"
 PLACES = ("shard 2", "2 x shard 2", "tp 2", "tp 2 seq", "cp 2", "pp 2", "ep 2", "cp 2 x tp 2")
 CLOSE = 1e-11
@@ -70,7 +74,10 @@ _REFERENCE = {"reference_log_probs": {"per": "token"}}
 OBJECTIVES = (
     *(ObjectiveRow("preference", {"loss_type": kind}, reference=True) for kind in ("dpo", "ipo", "hinge", "kto")),
     *(ObjectiveRow("preference", {"loss_type": kind}) for kind in ("simpo", "orpo", "cpo")),
-    *(ObjectiveRow("policy", {"loss_type": kind, "beta": 0.1}, reference=True) for kind in ("grpo", "dapo", "dr_grpo", "gspo")),
+    *(
+        ObjectiveRow("policy", {"loss_type": kind, "beta": 0.1}, reference=True)
+        for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
+    ),
     *(
         ObjectiveRow("classification", head={"kind": "sequence_classification", "num_labels": 3, "problem_type": kind})
         for kind in ("single_label_classification", "multi_label_classification", "regression")
@@ -126,26 +133,61 @@ def objective_case(
     return replace(case, config=run, store=store)
 
 
-def write_table(page: Path = PAGE) -> bool:
-    """Audit every cell, write the table into the page, and return whether no cell failed."""
+def audit_objectives(rows: Sequence[ObjectiveRow] = OBJECTIVES, data: Path = DATA) -> bool:
+    """Audit every cell, write what was found, and return whether no cell failed.
+
+    Args:
+        rows: the rows.
+        data: where it is written: ``versions``, and for each row its label and, for each column, the worst relative error of a
+            gradient, or what is wrong.
+    """
     places = {place.label: place for place in LAYOUTS}
     columns = [*((label, {}) for label in PLACES), ("shard 2, LoRA", {"adapter": {"rank": 2, "targets": "all-linear"}})]
-    lines = ["", f"| | {' | '.join(label for label, _ in columns)} |", f"|---|{'---|' * len(columns)}"]
-    begun, good = time.perf_counter(), True
+    begun, table = time.perf_counter(), dict[str, dict[str, float | str]]()
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-objectives-") as folder:
-        for row in OBJECTIVES:
-            cells = []
+        for row in rows:
+            cells = table.setdefault(row.label, {})
             for label, options in columns:
                 place = places[label.partition(",")[0]]
                 found = [_audited(auditor, Path(folder), row, place, packing, options) for packing in ("pack", "pad")]
                 wrong = [one for one in found if isinstance(one, str)]
-                good &= not wrong
-                cells.append(f"**{wrong[0]}**" if wrong else f"{max(float(one) for one in found):.0e}")
-            lines.append(f"| {row.label} | {' | '.join(cells)} |")
-            print(f"{row.label}: {', '.join(cells)} ({time.perf_counter() - begun:.0f} s)", flush=True)
+                cells[label] = wrong[0] if wrong else max(float(one) for one in found)
+            print(f"{row.label}: {', '.join(map(_words, cells.values()))} ({time.perf_counter() - begun:.0f} s)", flush=True)
+    data.write_text(json.dumps({"versions": versions(), "rows": table}, indent=1) + "\n")
+    return not any(isinstance(cell, str) for cells in table.values() for cell in cells.values())
+
+
+def section(data: Path = DATA) -> list[str]:
+    """Return the lines of the section of the support matrix, from what was found."""
+    content = json.loads(data.read_text())
+    columns = list(next(iter(content["rows"].values())))
+    with_versions = ", ".join(f"{name} {content['versions'][name]}" for name in ("torch", "transformers"))
+    return [
+        BEGIN,
+        "",
+        "## Objectives",
+        "",
+        f"Written by `python -m maintain.objectives` with {with_versions}. Do not edit.",
+        "",
+        "Each cell is two audits in float64, packed and padded, with three microbatches of unequal lengths: the worst relative",
+        "error of a gradient beside one process, of a tiny Llama, or of a tiny Mixtral with `ep`. [More](objectives.md).",
+        "",
+        f"| objective | {' | '.join(columns)} |",
+        f"|{'---|' * (len(columns) + 1)}",
+        *(f"| {label} | {' | '.join(map(_words, cells.values()))} |" for label, cells in content["rows"].items()),
+        "",
+        END,
+    ]
+
+
+def write_section(page: Path = PAGE, data: Path = DATA) -> None:
+    """Write the section into the support matrix, in place of the one that is there."""
     before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text("\n".join([f"{before}{BEGIN}", *lines, "", f"{END}{rest.partition(END)[2]}"]))
-    return good
+    page.write_text("\n".join([before + section(data)[0], *section(data)[1:]]) + rest.partition(END)[2])
+
+
+def _words(cell: float | str) -> str:
+    return f"**{cell}**" if isinstance(cell, str) else f"{cell:.0e}"
 
 
 def _audited(
@@ -165,4 +207,6 @@ def _audited(
 
 
 if __name__ == "__main__":
-    sys.exit(0 if write_table() else 1)
+    good = audit_objectives()
+    write_section()
+    sys.exit(0 if good else 1)

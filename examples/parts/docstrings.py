@@ -1,8 +1,11 @@
-"""Rows from the docstrings of Python's own library: texts with labels, and pairs of answers. Nothing is downloaded."""
+"""Rows from the docstrings of Python's own library: texts and words with labels, pairs of answers. Nothing is downloaded."""
 
 import ast
 import inspect
+import io
+import keyword
 import sysconfig
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,3 +53,24 @@ def pairs(files: int = 12) -> Iterator[dict[str, str]]:
     for name, sentence, _ in functions(files):
         backwards = " ".join(reversed(sentence.split()))
         yield {"prompt": f"What does {name} do?", "chosen": sentence, "rejected": backwards}
+
+
+KINDS = {tokenize.OP: "sign", tokenize.NUMBER: "number", tokenize.STRING: "text"}
+
+
+def labeled_words(files: int = 12) -> Iterator[dict[str, list[str]]]:
+    """Yield rows of the format ``labeled_words``: the code of a function, and what each of its words is.
+
+    Args:
+        files: see :func:`functions`.
+    """
+    for _, _, code in functions(files):
+        whole = code[: code.rfind("\n")] if len(code) == MOST else code  # not cut within a line
+        try:
+            found = [one for one in tokenize.generate_tokens(io.StringIO(whole).readline) if one.string.strip()]
+        except (tokenize.TokenError, IndentationError):  # cut within a bracket
+            continue
+        named = [("keyword" if keyword.iskeyword(one.string) else "name") if one.type == tokenize.NAME else KINDS.get(one.type)
+                 for one in found]  # fmt: skip
+        if all(named):
+            yield {"words": [one.string for one in found], "labels": [str(one) for one in named]}

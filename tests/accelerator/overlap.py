@@ -20,7 +20,8 @@ from meshwright.layout import Layout
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.ranks.pool import Pool
-from meshwright.trace.time import MEMORY_REACHED, SHAPES, forecast_time
+from meshwright.trace.layer_work import MEMORY_REACHED, SHAPES
+from meshwright.trace.time import forecast_time
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.order import stable_hash, stable_permutation
+from meshwright.data.order import stable_choice, stable_hash, stable_permutation
 from meshwright.data.packing import IGNORE, SequenceDataset, pack
 from meshwright.errors import DataError
 from tests.harness import refuses
@@ -168,3 +168,15 @@ def test_a_model_sees_a_packed_document_as_if_alone(make_store, attention):
                 alone = model(batch["input_ids"][i : i + 1, at : at + length], use_cache=False).logits
                 torch.testing.assert_close(packed[i, at : at + length], alone[0], atol=1e-5, rtol=1e-5)
                 at += length
+
+
+def test_a_share_is_chosen_by_hash_and_what_belongs_together_is_not_parted() -> None:
+    alone = stable_choice(0.25, range(40), 7, 1)
+    assert alone.sum() == 10
+    assert (alone == stable_choice(0.25, list(range(40)), 7, 1)).all()
+    threes = stable_choice(0.25, [number // 3 for number in range(40)], 7, 1).reshape(-1)
+    assert all(len({*threes[begin : begin + 3]}) == 1 for begin in range(0, 40, 3))
+    assert 10 <= threes.sum() <= 12
+    assert not stable_choice(0.25, "aaa", 7, 1).any()  # more would be all
+    assert stable_choice(0.1, "aab", 7, 1).sum() == 1 + stable_choice(0.1, "aab", 7, 1)[0]
+    assert not stable_choice(0.5, range(1), 7, 1).any()

@@ -80,6 +80,11 @@ def test_a_config_says_what_the_numbers_are() -> None:
             "nemotron_h has no",
         ),
         ({"head": {"kind": "sequence_classification", "num_labels": 2}, "kind": "bert"}, "model.encoder", "an encoder (bert)"),
+        (
+            {"head": {"kind": "token_classification", "num_labels": 2}, "kind": "modernbert"},
+            "model.encoder",
+            "an encoder (modernbert), on which model.head=token_classification is not there yet: its attention sees all tokens",
+        ),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -165,13 +165,14 @@ def test_a_word_that_the_model_does_not_have_is_one_of_the_others(tmp_path: Path
 
 
 AXES = [
-    ("shard 2", "llama", {}, {"loss_chunks": 3}),
     ("tp 2", "llama", {"divergence": "js", "next_token_weight": 0.5}, {"loss_parallel": True, "loss_chunks": 3}),
+    ("shard 2", "llama", {}, {"loss_chunks": 3}),
     ("cp 2", "llama", {"divergence": "reverse_kl"}, {}),
     ("pp 2", "llama", {"temperature": 2.0}, {}),
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("label", "family", "arguments", "options"), AXES, ids=lambda value: str(value).replace(" ", "-")[:20])
 def test_an_axis(
     auditor: Auditor, folder: Path, label: str, family: str, arguments: dict[str, Any], options: dict[str, Any]
@@ -219,6 +220,7 @@ def words_of_a_slice(trainer: RankTrainer) -> None:
     trainer.objective._distribution = lambda values: found(values * scale)  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("plant", "words"), [(teacher_of_the_token_before, "the gradient of"), (words_of_a_slice, "the gradient of")]
 )

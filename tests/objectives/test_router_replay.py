@@ -293,6 +293,7 @@ def routed_case(folder: Path, label: str, family: str = "mixtral", packing: str 
     return replace(case, store=store)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("label", ["ep 2", "tp 2 seq", "cp 2", "pp 2"])
 def test_an_axis(auditor: Auditor, folder: Path, label: str) -> None:
     report = auditor.audit(routed_case(folder, label), PLACES[label].world_size)
@@ -311,10 +312,8 @@ def test_products(auditor: Auditor, folder: Path, label: str, family: str, packi
     assert report.passed, report.verdict
 
 
-@pytest.mark.parametrize(
-    "modes",
-    [{"activation_checkpointing": "full"}, pytest.param({"activation_checkpointing": "selective"}, marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("modes", [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}])
 def test_layers_that_run_again_go_to_the_same_experts(auditor: Auditor, folder: Path, modes: dict[str, str]) -> None:
     case = routed_case(folder, "ep 2")
     parallel = case.config.parallel.model_copy(update=modes)
@@ -331,7 +330,8 @@ def shift(trainer: Any) -> None:
     trainer.runner.inner.replay.of = lambda given: own(given.roll(1, 1))
 
 
-@pytest.mark.parametrize("plant", [forget, shift])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("plant", [shift, forget])
 def test_a_layout_that_routes_otherwise_is_found(auditor: Auditor, folder: Path, plant: Any) -> None:
     report = auditor.audit(routed_case(folder, "ep 2"), 2, plants=[plant])
     assert not report.passed

@@ -7,9 +7,10 @@ import pytest
 from meshwright.layout import Layout
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.links import collective_seconds
+from meshwright.trace.layer_work import SHAPES, LayerWork
 from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
-from meshwright.trace.time import SHAPES, TimeForecast, _Work, forecast_time
+from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.work import Work
 from meshwright.train.forecast import operations_of_step
 from meshwright.train.start.setup import RunSetup
@@ -124,7 +125,7 @@ def test_collectives() -> None:
 def test_operations_by_formula_and_by_trace(family: str) -> None:
     """The formula knows matrices and attentions; of a causal kernel with a mask, both count half of the scores."""
     setup = setup_of(2, family, packing="pad", parallel={"loss_chunks": 0})
-    (counted,) = run_ranks(lambda _: _Work.of(Traces(setup)).whole_model(), 1, group=False)
+    (counted,) = run_ranks(lambda _: LayerWork.of(Traces(setup)).whole_model(), 1, group=False)
     formula = operations_of_step(setup)
     assert formula == pytest.approx(counted * 2 * setup.plan.options.microbatches, rel=0.02)
 

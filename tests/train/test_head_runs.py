@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 import meshwright as mw
 from meshwright.checkpoint.directory import latest
@@ -23,6 +23,7 @@ from tests.train.runs import losses, rows, train
 __all__ = ["corpus", "tiny"]
 
 ROOT = Path(__file__).parents[2]
+SHORT = ("training.steps=12", "training.eval_every=12", "checkpoint.every=6")
 LAYOUTS = ["layout.tp=2", "layout.cp=2", "layout.pp=2"]
 Tiny = Callable[..., RunConfig]
 
@@ -34,9 +35,9 @@ def _of_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def example(name: str, tmp_path: Path, *overrides: str) -> RunConfig:
-    rows = {"classify": "labeled", "reward": "pairs"}[name]
+    rows, files = {"classify": ("labeled", 4), "reward": ("pairs", 2), "label_words": ("labeled_words", 4)}[name]
     short = [
-        f"data.source={{use: 'examples.parts.docstrings:{rows}', with: {{files: 4}}}}",
+        f"data.source={{use: 'examples.parts.docstrings:{rows}', with: {{files: {files}}}}}",
         "data.sequence_length=128",
         "training.steps=16",
         "training.eval_every=16",
@@ -75,18 +76,13 @@ def test_a_classifier_learns_and_transformers_says_the_same(tmp_path: Path) -> N
     assert said.tolist() == [0, 1]
 
 
-def test_a_reward_model_learns_resumes_and_runs_sliced(tmp_path: Path) -> None:
-    short = ("training.steps=12", "training.eval_every=12", "checkpoint.every=6")
-    run = example("reward", tmp_path / "whole", *short)
-    expected = train(run, 2)
+def test_a_reward_model_learns(tmp_path: Path) -> None:
+    run = example("reward", tmp_path, *SHORT)
+    train(run, 2)
     last = [row for row in rows(run) if "eval/accuracy" in row][-1]
     assert last["eval/accuracy"] > 0.9
     assert last["eval/margin"] > 0.5
-    half = example("reward", tmp_path / "parts", *short, "training.steps=6")
-    train(half, 2)
-    again = example("reward", tmp_path / "parts", *short, "layout.tp=2")
-    assert train(again, 2) == pytest.approx(expected, rel=2e-3)
-    model, tokenizer = exported(again, tmp_path / "exported")
+    model, tokenizer = exported(run, tmp_path / "exported")
     chats = [
         [{"role": "user", "content": "What does close do?"}, {"role": "assistant", "content": said}]
         for said in ("Close the file and return its name.", "name. its return and file the Close")
@@ -98,8 +94,39 @@ def test_a_reward_model_learns_resumes_and_runs_sliced(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_a_reward_model_resumes_sliced(tmp_path: Path) -> None:
+    expected = train(example("reward", tmp_path / "whole", *SHORT), 2)
+    train(example("reward", tmp_path / "parts", *SHORT, "training.steps=6"), 2)
+    again = example("reward", tmp_path / "parts", *SHORT, "layout.tp=2")
+    assert train(again, 2) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.thorough
+def test_words_are_labeled_and_a_run_resumes(tmp_path: Path) -> None:
+    run = example("label_words", tmp_path / "whole")
+    expected = train(run, 2)
+    last = [row for row in rows(run) if "eval/accuracy" in row][-1]
+    assert last["eval/accuracy"] > 0.9
+    assert last["eval/macro_f1"] > 0.7
+    half = example("label_words", tmp_path / "parts", "training.steps=8")
+    train(half, 2)
+    assert train(example("label_words", tmp_path / "parts"), 2) == expected
+    export_checkpoint(newest(run), tmp_path / "exported")
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "exported").eval()
+    words = ["return", "self", ".", "names", "[", "12", "]"]
+    encoded = AutoTokenizer.from_pretrained(tmp_path / "exported")(words, is_split_into_words=True, return_tensors="pt")
+    with torch.no_grad():
+        said = model(**encoded).logits[0].argmax(-1).tolist()
+    places = encoded.word_ids()
+    first = [place for place, word in enumerate(places) if word is not None and word not in places[:place]]
+    kinds = ["keyword", "name", "sign", "name", "sign", "number", "sign"]
+    right = [model.config.id2label[said[place]] == kind for place, kind in zip(first, kinds, strict=True)]
+    assert sum(right) >= 6
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["classify", "reward"])
+@pytest.mark.parametrize("name", ["classify", "reward", "label_words"])
 def test_an_example_on_each_axis(tmp_path: Path, name: str, layout: str) -> None:
     plain = train(example(name, tmp_path / "plain", "training.steps=6"), 2)
     other = example(name, tmp_path / "other", "training.steps=6", layout)

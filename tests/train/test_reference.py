@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import meshwright as mw
 from meshwright.audit.conduct import audit
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.weights.source import PLACES, fingerprint
+from meshwright.objectives.preference import Preference
 from meshwright.train.config import RunConfig
+from meshwright.train.evaluation import evaluate
 from meshwright.train.start.prepare import introduce, prepare_run
 from meshwright.train.start.reference_values import reference_values
 from meshwright.train.start.run_files import Paths
@@ -87,7 +90,9 @@ def test_both_answers_of_pairs(tmp_path: Path) -> None:
     assert not found[store.offsets[:-1] + store.seconds].any()
 
 
-def test_what_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_is_read_unless_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = run(tmp_path / "run", "training.steps=2")
     setup, _, store = prepare_run(config, 1)
     introduce(setup, config, store)
@@ -104,15 +109,11 @@ def test_what_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     run_ranks(train_on_rank, 1, again, store.directory)
     assert f"reference: log-probabilities of {tokens} tokens are read from" in capfd.readouterr().out
     assert len(losses(again)) == 3
-
-
-def test_damaged_values_are_computed_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = run(tmp_path / "run", "training.steps=1")
-    train(config)
+    monkeypatch.undo()  # and what is damaged is computed again
     (column,) = values_of(config)
     content = column.read_bytes()
     column.write_bytes(b"\1" + content[1:])
-    train(run(tmp_path / "run", "training.steps=2"))
+    train(run(tmp_path / "run", "training.steps=4"))
     assert "the reference's log-probabilities are computed again" in capfd.readouterr().out
     assert column.read_bytes() == content
 
@@ -178,6 +179,35 @@ def test_an_adapter_that_is_not_all_that_changes(tmp_path: Path) -> None:
     assert "adapter.save_modules=['lm_head']: are trained" in str(caught.value)
 
 
+@pytest.mark.parametrize(("staged", "most"), [(False, 1), (True, 8)])
+def test_an_evaluation_holds_few_microbatches(staged: bool, most: int) -> None:
+    """What a pass finds of tokens is on the device with them, so not all that is held out is there at once."""
+    there, peaks = [0], list[int]()
+
+    def to_device(batch: Any) -> Any:
+        there[0] += 1
+        return batch
+
+    def evaluate_group(batches: Any) -> torch.Tensor:
+        peaks.append(len(list(batches)))
+        assert there[0] == peaks[-1]
+        there[0] = 0
+        return torch.full((1,), 2.0 * peaks[-1], dtype=torch.float64)
+
+    objective = Preference("dpo", reference="adapter_off")
+    objective.reference = True
+    objective.counts = lambda batches: [len(batches)]  # type: ignore[method-assign]
+    objective.summary = lambda sums: {}  # type: ignore[method-assign]
+    runner = SimpleNamespace(teach=None, plan=SimpleNamespace(stages=("one", "two") if staged else ()), evaluate=evaluate_group)
+    batches = SimpleNamespace(
+        objective=objective, mesh=SimpleNamespace(sum=lambda one: one), to_device=to_device, device=torch.device("cpu")
+    )
+    found = evaluate(runner, batches, [{}] * 11)  # type: ignore[arg-type, list-item]
+    assert found["eval/loss"] == 2.0
+    assert sum(peaks) == 11
+    assert max(peaks) == most
+
+
 def test_a_loop_of_ones_own_has_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(_loop, 1)
 
@@ -198,6 +228,7 @@ def _loop(rank: int) -> None:
         engine.step([{"input_ids": ids, "reference_log_probs": torch.zeros(1, 16)}], Compared)
 
 
+@pytest.mark.thorough
 def test_an_audit_makes_up_what_it_says(tmp_path: Path) -> None:
     report = audit(run(tmp_path / "run"), nproc=2, steps=2)  # with its evaluation, and resuming
     assert report.passed, report.verdict

@@ -32,8 +32,8 @@ MIXTRAL = (
 )
 
 CELLS = {
-    "shard 2, one a batch": (2, ("training.microbatch_size=1",)),
     "tp 2, pad, chunks": (2, ("layout.tp=2", "data.packing=pad", "parallel.loss_parallel=true", "parallel.loss_chunks=3")),
+    "shard 2, one a batch": (2, ("training.microbatch_size=1",)),
     "cp 2, chunks": (2, ("layout.cp=2", "parallel.loss_chunks=3")),
     "pp 2": (2, ("layout.pp=2",)),
 }
@@ -105,6 +105,7 @@ def compare(folder: Path, ranks: int, overrides: tuple[str, ...]) -> None:
         np.testing.assert_allclose(found[name], expected[name].astype(np.float32), rtol=2e-7, atol=1e-30)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("label", CELLS)
 def test_every_axis_is_the_plain_model(tmp_path: Path, label: str) -> None:
     compare(tmp_path, *CELLS[label])

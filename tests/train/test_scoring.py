@@ -22,6 +22,7 @@ from tests.harness import refuses, run_ranks
 from tests.train.runs import CPU, checkpoints, eval_losses, losses, rows, tiny_run, train, write_corpus
 
 TOP = 8
+OTHERS = ("layout.cp=2", "layout.pp=2", "data.packing=pad")
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,10 @@ def _score(rank: int, job: ScoreJob, config: RunConfig, store: Path) -> None:
     job.run(setup, TokenStore.open(store), CPU, None)
 
 
-def test_rows_are_what_was_scored(teacher: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_what_was_scored(teacher: RunConfig, scored: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import pyarrow.parquet
 
+    capfd.readouterr()
     store = score(Path(teacher.output), tmp_path / "a.jsonl", "layout.tp=2", "layout.dp_shard=1")
     said = capfd.readouterr().out
     found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
@@ -71,14 +73,26 @@ def test_rows_are_what_was_scored(teacher: RunConfig, tmp_path: Path, capfd: pyt
     every = np.concatenate([row["log_probs"][1:] for row in found])
     assert f"perplexity {math.exp(-every.mean()):.4f} of {len(every):,} tokens to be learned, 60 documents" in said
     # The weights are those of the last checkpoint, of a run on another layout, and written to another kind of file.
-    score(Path(teacher.output), tmp_path / "b.parquet", ranks=1)
-    table = pyarrow.parquet.read_table(tmp_path / "b.parquet").to_pylist()
+    table = pyarrow.parquet.read_table(scored).to_pylist()
     assert [row["input_ids"] for row in table] == [row["input_ids"] for row in found]
     again = np.concatenate([row["log_probs"][1:] for row in table])
     np.testing.assert_allclose(again, every, atol=2e-5)
+
+
+@pytest.mark.thorough
+def test_an_earlier_checkpoint_and_no_other_words(teacher: RunConfig, tmp_path: Path) -> None:
+    store = score(Path(teacher.output), tmp_path / "a.jsonl", ranks=1)
     first = score(Paths(Path(teacher.output)).checkpoints / "step-00000030", tmp_path / "c.jsonl", ranks=1, top_k=0)
     assert first.values["log_probs"].mean() < store.values["log_probs"].mean()  # it had learned less
     assert "top_ids" not in json.loads((tmp_path / "c.jsonl").read_text().splitlines()[0])
+
+
+@pytest.fixture(scope="module")
+def scored(teacher: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the teacher says of its own documents."""
+    out = tmp_path_factory.mktemp("scored") / "scored.parquet"
+    score(Path(teacher.output), out)
+    return out
 
 
 def student(folder: Path, teacher: RunConfig, scored: Path, *overrides: str) -> RunConfig:
@@ -101,34 +115,86 @@ def student(folder: Path, teacher: RunConfig, scored: Path, *overrides: str) -> 
     return tiny_run(folder, scored, *sets, *overrides)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "layout.tp=2",
-        pytest.param("layout.cp=2", marks=pytest.mark.thorough),
-        pytest.param("layout.pp=2", marks=pytest.mark.thorough),
-        pytest.param("data.packing=pad", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_student_learns_and_goes_on(teacher: RunConfig, tmp_path: Path, layout: str) -> None:
-    score(Path(teacher.output), tmp_path / "scored.parquet")
-    fp64 = ("parallel.param_dtype=float64", "parallel.reduce_dtype=float64", "model.dtype=float64")
-    config = student(tmp_path / "student", teacher, tmp_path / "scored.parquet", layout, *fp64)
-    at_once = train(config, 2)
+@pytest.mark.parametrize("layout", ["layout.tp=2", *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)])
+def test_a_student_learns(teacher: RunConfig, scored: Path, tmp_path: Path, layout: str) -> None:
+    config = student(tmp_path / "student", teacher, scored, layout)
+    train(config, 2)
     agreement = [row["eval/agreement"] for row in rows(config) if "eval/agreement" in row]
     assert eval_losses(config)[-1] < 0.8 * eval_losses(config)[0]
     assert agreement[-1] > agreement[0] + 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["layout.tp=2", *OTHERS])
+def test_a_student_goes_on(teacher: RunConfig, scored: Path, tmp_path: Path, layout: str) -> None:
+    fp64 = ("parallel.param_dtype=float64", "parallel.reduce_dtype=float64", "model.dtype=float64")
+    config = student(tmp_path / "student", teacher, scored, layout, *fp64)
+    at_once = train(config, 2)
     shutil.rmtree(Paths(config.directory).checkpoints / checkpoints(config)[-1])
     Paths(config.directory).metrics.rename(tmp_path / "metrics.jsonl")
     assert train(config, 2) == pytest.approx(at_once[6:], rel=1e-9)
     assert losses(config)[-1] == pytest.approx(at_once[-1], rel=1e-9)
 
 
-def test_another_tokenizer_is_noticed(teacher: RunConfig, tmp_path: Path) -> None:
-    score(Path(teacher.output), tmp_path / "scored.jsonl")
+def pairs(folder: Path, *overrides: str) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    said = [
+        {"prompt": f"count to {n}", "chosen": "one two " * (n % 3 + 1), "rejected": "no " * (n % 5 + 1)} for n in range(1, 31)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, said)))
+    template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+    sets = (
+        f"tokenizer.chat_template={json.dumps(template)}", "tokenizer.vocab_size=270", "data.sequence_length=128",
+        "model.config.max_position_embeddings=128", "training.objective=preference", "training.steps=3",
+        "data.long_documents=truncate",
+    )  # fmt: skip
+    return tiny_run(folder, folder / "pairs.jsonl", *sets, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("layout.tp=2", "jsonl"), pytest.param("layout.cp=2", "parquet", marks=pytest.mark.thorough)]
+)
+def test_a_run_reads_the_scores_of_pairs_as_its_reference(tmp_path: Path, layout: str, kind: str) -> None:
+    """It is the run whose reference was computed before its first step, from rows that are tokens."""
+    config = pairs(tmp_path / "first", "data.sequence_length=56", "data.packing=pad")
+    expected = train(config, 2)
+    assert expected[-1] < expected[0] == pytest.approx(math.log(2), abs=1e-6)
+    out = tmp_path / f"scored.{kind}"
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    scores = score(tmp_path / "run.yaml", out, layout, top_k=2)
+    assert scores.seconds is not None
+    assert 0 < scores.index.truncated < scores.index.documents
+    if kind == "jsonl":
+        row = json.loads(out.read_text().splitlines()[3])
+        begin, end = scores.offsets[3], scores.offsets[4]
+        assert row["chosen_ids"] + row["rejected_ids"] == scores.tokens[begin:end].tolist()
+        assert row["log_probs"][len(row["chosen_ids"])] == row["log_probs"][0] == 0
+        assert row["tokens"] == sum(row["chosen_mask"]) + sum(row["rejected_mask"])
+        assert len(row["top_ids"]) == len(row["log_probs"]) == end - begin
+    columns = "data.tensors={reference_log_probs: {per: token, column: log_probs}}"
+    same = ("data.sequence_length=56", "data.packing=pad", f"tokenizer={{path: {config.output}/tokenizer}}")
+    read = pairs(tmp_path / "second", *same, f"data.files=['{out}']", columns)
+    found = prepare_run(read, 2)[2]
+    np.testing.assert_array_equal(found.tokens, scores.tokens)
+    np.testing.assert_array_equal(np.asarray(found.seconds), np.asarray(scores.seconds))
+    assert train(read, 2) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_else_reads_pairs_is_told_how_to_score(tmp_path: Path) -> None:
+    kto = pairs(tmp_path, "training.objective={use: preference, with: {loss_type: kto}}")
+    with refuses(ConfigError, "config.objective") as caught:
+        config_to_score(kto, tmp_path / "work", None)
+    assert "score pairs with training.objective=preference, and single answers with" in str(caught.value)
+    reward = pairs(tmp_path, "training.objective=reward", "model.head={kind: sequence_classification, num_labels: 1}")
+    with refuses(ConfigError, "config.objective") as caught:
+        config_to_score(reward, tmp_path / "work", None)
+    assert "the model says labels, not the next token; set model.head=null" in str(caught.value)
+
+
+def test_another_tokenizer_is_noticed(teacher: RunConfig, scored: Path, tmp_path: Path) -> None:
     other = tiny_run(tmp_path, write_corpus(tmp_path / "other.jsonl", seed=3), "tokenizer.vocab_size=280", "training.steps=1")
     prepare_run(other, 1)
-    config = student(tmp_path / "student", teacher, tmp_path / "scored.jsonl", f"tokenizer.path={other.output}/tokenizer")
+    config = student(tmp_path / "student", teacher, scored, f"tokenizer.path={other.output}/tokenizer")
     with refuses(DataError, "data.bad_rows") as caught:
         prepare_run(config, 1)
     assert "its tokens are those of another tokenizer" in str(caught.value)

@@ -1,12 +1,14 @@
 """A teacher beside the model: on its own layout it gives the losses and gradients that its columns in files give."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -21,6 +23,10 @@ from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.price import totals
+from meshwright.trace.layer_work import SHAPES
+from meshwright.trace.memory import Traces
+from meshwright.trace.show import show_time
+from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.verdict import judge
 from meshwright.train.config import RunConfig
 from meshwright.train.engine import teacher as engine_teacher
@@ -43,8 +49,8 @@ COLUMNS = {
 """The same from files."""
 
 CELLS = {
-    "shard 2": (2, ()),
     "tp 2, teacher pp 2": (2, ("layout.tp=2", "parallel.loss_parallel=true", "teacher.layout={pp: 2}")),
+    "shard 2": (2, ()),
     "pp 2, teacher tp 2": (2, ("layout.pp=2", "teacher.layout={tp: 2}")),
 }
 PRODUCTS: dict[str, tuple[Any, ...]] = {
@@ -151,6 +157,7 @@ def compare(folder: Path, ranks: int, overrides: tuple[str, ...], both: tuple[st
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-11, msg=name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("label", CELLS)
 def test_a_teacher_gives_what_its_columns_give(tmp_path: Path, label: str) -> None:
     compare(tmp_path, *CELLS[label])
@@ -222,6 +229,50 @@ def test_a_plan_says_what_a_teacher_costs(tmp_path: Path) -> None:
     assert more.parts["teacher"] == total.parameter_bytes + total.gathered_peak_bytes + 12 * 7 * 64 * 2 * 2
     assert more.peak_bytes - less.peak_bytes == more.parts["teacher"]
     assert with_teacher(setup) is setup
+
+
+@pytest.mark.parametrize(
+    ("layout", "share", "axes"),
+    [
+        ("dp_shard: 2", 1.0, {"data ranks"}),
+        pytest.param("tp: 2, dp_shard: 1", 0.5, {"tp"}, marks=pytest.mark.thorough),
+        pytest.param("pp: 2, dp_shard: 1", None, {"pp", "bubble"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_forecast_has_the_pass_of_a_teacher(tmp_path: Path, layout: str, share: float | None, axes: set[str]) -> None:
+    """Two operations for each weight and token, of the layers and the head; the rest of the step is as without it."""
+    model, hardware = teacher_in(tmp_path / "teacher"), load_hardware("h100")
+    fp32 = [f"{key}=float32" for key in ("parallel.param_dtype", "parallel.reduce_dtype", "model.dtype")]
+    own = "layout.dp_shard=2" if "dp_shard: 2" in layout else "layout.tp=2"
+    sets = (f"teacher={{path: {tmp_path}/teacher, dtype: float32, layout: {{{layout}}}}}", own, *fp32)
+    setup = with_teacher(make_setup(run(tmp_path, *sets), 2))
+
+    def forecasts(_: int) -> list[TimeForecast]:
+        traces = Traces(setup)
+        return [forecast_time(one, hardware, traces) for one in (setup, replace(setup, teacher=None))]
+
+    ((found, plain),) = run_ranks(forecasts, 1, group=False)
+    weights = sum(one.numel() for name, one in model.named_parameters() if one.ndim == 2 and "embed" not in name)
+    data_ranks, microbatches = setup.layout.size("dp"), setup.plan.options.microbatches
+    assert microbatches * data_ranks == 4  # each of 2 sequences of 64
+    reached = hardware.fp32_tflops * hardware.achievable * SHAPES * 1e12
+    all_of_it = microbatches * 2 * weights * 2 * 64 / reached
+    if share is None:  # the fullest stage has some layers and the head
+        assert all_of_it / 2 < found.teacher["products"] < all_of_it
+    else:
+        assert found.teacher["products"] == pytest.approx(share * all_of_it)
+    assert all(found.teacher[axis] > 0 for axis in axes)
+    assert found.parts["teacher"] == pytest.approx(sum(found.teacher.values()))
+    others = {name: seconds for name, seconds in found.parts.items() if name not in ("teacher", "beyond")}
+    assert others == pytest.approx({name: seconds for name, seconds in plain.parts.items() if name != "beyond"})
+    longer = found.parts["teacher"] * (1 + hardware.beyond)
+    assert found.step_seconds - plain.step_seconds == pytest.approx(longer)
+    assert found.tokens_per_second_per_device < plain.tokens_per_second_per_device
+    assert sum(found.all_together.values()) == pytest.approx(found.step_seconds)
+    assert found.all_together["products"] == pytest.approx(plain.parts["products"] + found.teacher["products"])
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(show_time(found, calibrated=False))
+    assert "teacher" in console.export_text()
 
 
 def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Path) -> None:

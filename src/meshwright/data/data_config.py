@@ -82,6 +82,7 @@ class DataConfig(BaseModel):
         "prompt_completion",
         "tokens",
         "preference",
+        "token_pairs",
         "unpaired_preference",
         "labeled",
         "labeled_words",
@@ -91,10 +92,11 @@ class DataConfig(BaseModel):
         default="auto",
         description="What the rows are: 'text'; or chats as 'messages' (role, content), 'sharegpt' (conversations of from and "
         "value), 'alpaca' (instruction, input, output) or 'prompt_completion'; or 'tokens' (input_ids, loss_mask); or what an "
-        "objective reads: 'preference' (prompt, chosen, rejected), 'unpaired_preference' (prompt, completion, label), "
-        "'labeled' (text or messages, label), 'labeled_words' (words, labels), 'scored' (messages, or prompt and completion; "
-        "score), 'rollout' (prompt_ids, completion_ids, old_log_probs; advantages, or reward and group). 'auto': of those that "
-        "the objective reads, the one whose columns the first row of a file has.",
+        "objective reads: 'preference' (prompt, chosen, rejected), 'token_pairs' (chosen_ids, rejected_ids and their "
+        "masks), 'unpaired_preference' (prompt, completion, label), 'labeled' (text or messages, label), 'labeled_words' "
+        "(words, labels), 'scored' (messages, or prompt and completion; score), 'rollout' (prompt_ids, completion_ids, "
+        "old_log_probs; advantages, or reward and group). 'auto': of those that the objective reads, the one whose "
+        "columns the first row of a file has.",
     )
     columns: dict[str, str | None] = Field(
         default={},

@@ -50,7 +50,7 @@ def _optional(config: DataConfig) -> dict[str, Any]:
     """Return what decides the contents of a store besides, if it is given: parts of the user, and columns of values."""
     columns = {"data.tensors": {name: column.model_dump(mode="json") for name, column in config.values.items()}}
     read_as = {"data.format": list(config.formats)} if config.pairs else {}
-    unpaired = ({_UNPAIRS: True} if config.unpairs else {}) | ({} if config.scales else {_SCALES: False})
+    unpaired = ({_UNPAIRS: "held out by prompts"} if config.unpairs else {}) | ({} if config.scales else {_SCALES: False})
     whole: dict[str, Any] = {_WHOLE: True} if config.whole else {}
     if {"labeled", "labeled_words"} & {*config.formats} and config.labels:
         whole[_LABELS] = [config.labels.kind, config.labels.count, list(config.labels.names)]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from meshwright.data.data_config import DataConfig
 from meshwright.data.identity import TRAINED, fingerprint_of, parts_of, trained_digest
 from meshwright.data.index import FORMAT_VERSION, INDEX, DamagedStoreError, StoreIndex, write_index
-from meshwright.data.order import stable_hash
+from meshwright.data.order import stable_choice
 from meshwright.data.rows.bad_rows import BadRows, judge
 from meshwright.data.rows.columns import TensorColumn
 from meshwright.data.rows.corpora import documents, eval_documents, source_digests
@@ -143,10 +143,9 @@ def _write(
     bad.too_long, bad.long_line = len(writer.too_long), writer.long_line(bad.rows)
     bad.judge(config)
     held_out = np.arange(len(writer.lengths)) >= trainable
-    if config.held_out and trainable > 1:
-        # An exact share, so that a small corpus holds out at least one document and keeps at least one.
-        count = min(max(1, round(config.held_out * trainable)), trainable - 1)
-        held_out[np.argsort(stable_hash(trainable, seed, _HOLD_OUT), kind="stable")[:count]] = True
+    if config.held_out:
+        together = writer.prompts[:trainable] if config.unpairs else range(trainable)
+        held_out[:trainable] = stable_choice(config.held_out, together, seed, _HOLD_OUT)
     if trainable == 0:
         raise DataError(
             "data.split",

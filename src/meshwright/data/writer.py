@@ -1,5 +1,7 @@
 """Writes documents as tokens to disk, and decides what happens to documents that are long, empty or bad."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -64,6 +66,7 @@ class Writer:
         self.kind, self.whole = kind, whole
         self.lengths: list[int] = []
         self.pairs, self.seconds = pairs, list[int]()  # tokens of the first of two
+        self.prompts: list[bytes] = []  # of answers, a digest of the prompt of each; of other documents, of nothing
         self.too_long: list[int] = []  # tokens of each document that the policy refuses
         self.longest = (0, "")
         self.given: Counter[str] = Counter()  # chats with an argument of the template, such as tools
@@ -125,7 +128,11 @@ class Writer:
         except DataError as error:
             self.bad.add(error)
         else:
-            self._add(document, tokens.ids, tokens.mask)
+            if tokens.first and tokens.mask is not None:
+                parts = slice(None, tokens.first), slice(tokens.first, None)
+                self._add_pair(document, [(tokens.ids[part], tokens.mask[part]) for part in parts])
+            else:
+                self._add(document, tokens.ids, tokens.mask)
 
     def _add_words(self, document: Document, words: Words) -> None:
         try:
@@ -251,6 +258,8 @@ class Writer:
         write_values(self.files, self.tensors, cut(self.tensors, document.values, kept))
         self.lengths.append(len(kept))
         self.seconds.append(second)
+        if self.pairs:
+            self.prompts.append(_digest((document.messages or [])[: document.answer]))
         self.noted(document.source)
 
     def long_line(self, rows: int) -> str:
@@ -273,3 +282,8 @@ class Writer:
             f"data.sequence_length={self.sequence_length} (the longest, {source}, has {longest:,} tokens); {keeps}; or set "
             f"data.long_documents to 'truncate' or 'drop'{split}"
         )
+
+
+def _digest(messages: list[dict[str, Any]]) -> bytes:
+    """Return a digest of messages."""
+    return hashlib.sha256(json.dumps(messages, sort_keys=True, default=str).encode()).digest()

@@ -27,9 +27,10 @@ def _main(config: str, world_size: str, gpu: str) -> None:
     from meshwright.trace.time import forecast_time
     from meshwright.train.config import load_config
     from meshwright.train.start.setup import make_setup
+    from meshwright.train.start.teacher_setup import with_teacher
 
-    setup = make_setup(load_config(Path(config)), int(world_size), planning=True)
-    print(json.dumps(forecast_time(setup, load_hardware(gpu)).to_dict()["parts"]))
+    setup = with_teacher(make_setup(load_config(Path(config)), int(world_size), planning=True))
+    print(json.dumps(forecast_time(setup, load_hardware(gpu)).all_together))
 
 
 if __name__ == "__main__":

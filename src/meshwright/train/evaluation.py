@@ -15,7 +15,7 @@ from meshwright.train.engine.runner import Batch, Runner
 __all__ = ["evaluate", "shown"]
 
 GROUP = 8
-"""Batches that are on the device with what a teacher says of them, which takes more memory than they do."""
+"""Batches that are on the device together where a teacher, or stages, run through several at once."""
 
 
 @torch.no_grad()
@@ -36,9 +36,11 @@ def evaluate(runner: Runner, batches: RankBatches, held_out: Iterable[Batch]) ->
                 counted.add_(torch.tensor(objective.counts([on_host])))
             yield batches.to_device(on_host)
 
-    prepared = counting()
-    if runner.teach is not None and not any(one.means for one in passes_before(objective)):
-        parts = [runner.evaluate(group) for group in iter(lambda: list(islice(prepared, GROUP)), [])]
+    prepared, passes = counting(), passes_before(objective)
+    together = GROUP if runner.teach is not None or (runner.plan is not None and runner.plan.stages) else 1
+    if (runner.teach is not None or passes) and not any(one.means for one in passes):
+        # A pass before an evaluation holds all the batches that it is given, with what it has found of their tokens.
+        parts = [runner.evaluate(group) for group in iter(lambda: list(islice(prepared, together)), [])]
         summed = torch.stack(parts).sum(0)
     else:
         summed = runner.evaluate(prepared)

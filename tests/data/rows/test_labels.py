@@ -18,6 +18,7 @@ Jsonl = Callable[..., str]
 
 SINGLE = Labels("single_label_classification", 3, ("bad", "fair", "good"))
 MULTI = Labels("multi_label_classification", 3, ("a", "b", "c"))
+TWO = Labels("multi_label_classification", 2, ("a", "b"))
 NUMBER, NUMBERS = Labels("regression", 1), Labels("regression", 2)
 
 
@@ -40,6 +41,11 @@ def read(path: str, labels: Labels, **changes: Any) -> list[Document]:
         (MULTI, [0, 1, 0.5], [0, 1, 0.5]),
         (MULTI, ["c", "a"], [1, 0, 1]),
         (MULTI, [], [0, 0, 0]),
+        (MULTI, [2, 0], [1, 0, 1]),  # numbers of classes
+        (MULTI, [1], [0, 1, 0]),
+        (MULTI, [0, 1, 2], [1, 1, 1]),
+        (MULTI, [0, 1, 0], [0, 1, 0]),
+        (TWO, [0, 1], [0, 1]),  # of two labels, a number for each
         (NUMBER, -1.5, -1.5),
         (NUMBERS, [1, -2.5], [1, -2.5]),
     ],
@@ -61,8 +67,15 @@ def test_labels(jsonl: Jsonl, labels: Labels, given: Any, kept: Any) -> None:
         (SINGLE, "great", "holds 'great'"),
         (SINGLE, None, "holds null"),
         (SINGLE, [1], "holds [1]"),
-        (MULTI, [0, 1], "holds [0, 1]; legal is a list of 3 numbers from 0 to 1, or of some of 'a', 'b', 'c'"),
-        (MULTI, [0, 1, 2], "holds [0, 1, 2]"),
+        (
+            MULTI,
+            [1, 1],
+            "holds [1, 1]; legal is a list of 3 numbers from 0 to 1, or of different whole numbers of 0 to 2, ",
+        ),
+        (MULTI, [0, 3], "or of some of 'a', 'b', 'c'"),
+        (MULTI, [0, 0.5], "holds [0, 0.5]"),
+        (MULTI, [True, False], "holds [True, False]"),
+        (TWO, [1], "holds [1]; legal is a list of 2 numbers from 0 to 1, or of some of 'a', 'b'"),
         (MULTI, ["a", "d"], "holds ['a', 'd']"),
         (MULTI, 1, "holds 1"),
         (NUMBER, "high", "holds 'high'; legal is a finite number"),
@@ -73,7 +86,7 @@ def test_labels(jsonl: Jsonl, labels: Labels, given: Any, kept: Any) -> None:
     ids=str,
 )
 def test_labels_that_are_wrong(jsonl: Jsonl, labels: Labels, given: Any, words: str) -> None:
-    right: dict[Labels, Any] = {SINGLE: 0, MULTI: [1, 1, 1], NUMBER: 0.5, NUMBERS: [0.5, 0.5]}
+    right: dict[Labels, Any] = {SINGLE: 0, MULTI: [1, 1, 1], TWO: [1, 1], NUMBER: 0.5, NUMBERS: [0.5, 0.5]}
     rows = [{"text": "some words", "label": right[labels]}] * 2
     path = jsonl([*rows, {"text": "more words", "label": given}])
     with pytest.raises(DataError) as caught:

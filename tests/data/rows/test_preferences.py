@@ -177,6 +177,65 @@ def test_pairs_become_answers_by_themselves(jsonl: Jsonl) -> None:
     assert [float(document.values["label"]) for document in found] == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_answers_to_one_prompt_are_held_out_together(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, paired: bool) -> None:
+    """Or else an evaluation asks what was trained on."""
+    prompts = [f"{'quick ' * n}?" for n in range(1, 11)]
+    if paired:
+        rows = [{"prompt": one, "chosen": "fox", "rejected": "dog"} for one in prompts]
+    else:  # those of a prompt do not follow each other
+        rows = [{"prompt": one, "completion": said, "label": said == "fox"} for said in ("fox", "dog") for one in prompts]
+    for seed in range(4):
+        made = config(jsonl(rows), unpairs=True, eval_fraction=0.3)
+        store = prepare(made, tokenizer, tmp_path / f"store{seed}", seed)
+        assert store.seconds is not None
+        mask = np.array(store.loss_mask)
+        answers = [begin + int(mask[begin:end].argmax()) for begin, end in zip(store.offsets, store.offsets[1:], strict=False)]
+        asked = [bytes(store.tokens[begin:end]) for begin, end in zip(store.offsets, answers, strict=False)]
+        held = {asked[number] for number in store.documents("eval")}
+        assert len(held) == 3
+        assert len(store.documents("eval")) == 6
+        assert not held & {asked[number] for number in store.documents("train")}
+
+
+def token_pairs(jsonl: Jsonl, tokenizer: Any, folder: Path, *rows: Any, **changes: Any) -> TokenStore:
+    return prepare(config(jsonl(list(rows)), "token_pairs", **changes), tokenizer, folder, 0)
+
+
+def test_pairs_that_are_tokens(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
+    row = {"chosen_ids": [5, 6, 7, 8], "chosen_mask": [0, 0, 1, 1], "rejected_ids": [5, 6, 9], "rejected_mask": [1, 0, 1]}
+    alike = {**row, "rejected_ids": row["chosen_ids"], "rejected_mask": row["chosen_mask"]}
+    column = {"reference_log_probs": {"per": "token", "column": "log_probs"}}
+    rows = [{**one, "log_probs": [-0.5] * (8 if one is alike else 7)} for one in (row, alike, row)]
+    store = token_pairs(jsonl, tokenizer, tmp_path / "store", *rows, tensors=column)
+    assert (store.index.documents, store.index.alike, store.index.kind) == (2, 1, "chat")
+    assert store.seconds is not None
+    assert store.loss_mask is not None
+    assert (store.tokens[:7].tolist(), store.seconds.tolist()) == ([5, 6, 7, 8, 5, 6, 9], [4, 4])
+    assert store.loss_mask[:7].tolist() == [False, False, True, True, False, False, True]  # the first token is no target
+    cut = token_pairs(jsonl, tokenizer, tmp_path / "cut", *rows, tensors=column, sequence_length=6, long_documents="truncate")
+    assert cut.tokens[:6].tolist() == [5, 6, 7, 5, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rejected_ids": []}, "field 'rejected_ids' is empty"),
+        ({"chosen_mask": [0, 1]}, "field 'chosen_mask' has 2 values for 3 tokens"),
+        ({"chosen_mask": [0, 1, 2]}, "field 'chosen_mask' holds 2"),
+        ({"chosen_ids": [5, 6, 10**6]}, "token 2 is 1000000"),
+        ({"tokenizer": "another"}, "another tokenizer"),
+        ({"rejected_mask": None}, "field 'rejected_mask' is null"),
+    ],
+)
+def test_pairs_of_tokens_that_are_wrong(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, change: Any, words: str) -> None:
+    row = {"chosen_ids": [5, 6, 7], "chosen_mask": [0, 0, 1], "rejected_ids": [5, 6], "rejected_mask": [0, 1]}
+    with pytest.raises(DataError) as caught:
+        token_pairs(jsonl, tokenizer, tmp_path / "store", row, {**row, **change})
+    assert words in str(caught.value)
+    assert "data.jsonl:2" in str(caught.value)
+
+
 WRONG = {
     "an answer that is empty": ({"prompt": "quick?", "chosen": "fox", "rejected": ""}, "answer is empty"),
     "no answer": ({"prompt": ASKED, "chosen": ASKED + GOOD, "rejected": ASKED}, "field 'rejected' adds nothing to the prompt"),

@@ -90,6 +90,7 @@ FORMATS = {
     "prompt_completion": Format(("prompt", "completion"), ("system",)),
     "tokens": Format(("input_ids",), ("loss_mask", "tokenizer"), extra=()),
     "preference": Format(("chosen", "rejected"), ("prompt", "system"), ("role", "content"), pairs=True),
+    "token_pairs": Format(("chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"), ("tokenizer",), extra=(), pairs=True),
     "unpaired_preference": Format(
         ("prompt", "completion", "label"), ("system",), ("role", "content"), values={"label": LABEL}, pairs=True
     ),

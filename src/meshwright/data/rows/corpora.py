@@ -324,7 +324,9 @@ class _Documents:
                     self.bad.add(error)
                     continue
                 other = found[0].second if len(found) == 1 else found[1].messages  # answers of a pair may be by themselves
-                if other is not None and other == found[0].messages:
+                tokens = found[0].tokens
+                same = tokens is not None and tokens.first > 0 and tokens.ids[: tokens.first] == tokens.ids[tokens.first :]
+                if same or (other is not None and other == found[0].messages):
                     self.bad.alike += 1
                 else:
                     yield found

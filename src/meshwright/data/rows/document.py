@@ -17,6 +17,8 @@ class Tokens:
     """Which of them are learned; ``None``: all."""
     tokenizer: str | None
     """Digest of the vocabulary that they are ids of (:func:`~meshwright.data.tokenizer.vocabulary_digest`), if it is known."""
+    first: int = 0
+    """Of a pair, how many of them are those of its first document; 0: they are of one document."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from meshwright.data.rows.preferences import answer, check_label, preference, un
 from meshwright.data.rows.rollouts import rollout
 from meshwright.data.rows.row_files import Row, names_of, refuse_duplicates
 from meshwright.data.rows.row_values import read_values
-from meshwright.data.rows.token_rows import tokens_of
+from meshwright.data.rows.token_rows import pair_of, tokens_of
 from meshwright.data.rows.turns import call_of_text, check_sound, exchange, field_of, message_of, text_of
 from meshwright.data.rows.word_labels import words_of
 from meshwright.errors import DataError, Refusal
@@ -113,6 +113,8 @@ class RowReader:
         document = Document(None, None, row.source, self._arguments(layout, row), values)
         if name == "tokens":
             document = replace(document, tokens=tokens_of(row, self._column_there))
+        elif name == "token_pairs":
+            document = replace(document, tokens=pair_of(row, self._column_there))
         elif name == "rollout":
             document = rollout(document, row, self._column_there)
         elif name == "text":

@@ -34,12 +34,24 @@ def label_of(row: Row, field: str, labels: Labels) -> npt.NDArray[Any]:
         if (value and set(value) <= names.keys()) or value == []:
             found = np.zeros(labels.count, np.float32)
             found[[names[name] for name in value]] = 1
+    elif labels.kind == "multi_label_classification" and _are_classes(value, labels.count):
+        found = np.zeros(labels.count, np.float32)
+        found[value] = 1
     else:
         found = _numbers(value, labels)
     if found is None:
         said = f"{value!a:.60}" if isinstance(value, str | int | float | list) else kind_of(value)
         raise DataError("data.label", f"{row.source}: field {field!a} holds {said}; legal is {_legal(labels)}")
     return found
+
+
+def _are_classes(value: Any, count: int) -> bool:
+    """Return whether a list has the numbers of classes, and not a number from 0 to 1 for each label.
+
+    With three labels or more it cannot be both: as many different numbers of classes as there are labels have a 2 among them.
+    """
+    whole = _all(value, int | np.integer) and not any(isinstance(one, bool) for one in value)
+    return whole and count > 2 and len({*value}) == len(value) and all(0 <= one < count for one in value)
 
 
 def _numbers(value: Any, labels: Labels) -> npt.NDArray[Any] | None:
@@ -65,5 +77,8 @@ def _legal(labels: Labels) -> str:
     if labels.kind == "single_label_classification":
         return f"a whole number of 0 to {labels.count - 1}" + (f", or one of {names}" if names else "")
     if labels.kind == "multi_label_classification":
-        return f"a list of {number_of(labels.count, 'number')} from 0 to 1" + (f", or of some of {names}" if names else "")
+        each = f"a list of {number_of(labels.count, 'number')} from 0 to 1"
+        if labels.count > 2:
+            each += f", or of different whole numbers of 0 to {labels.count - 1}, those of its labels"
+        return each + (f", or of some of {names}" if names else "")
     return "a finite number" if labels.count == 1 else f"a list of {labels.count} finite numbers"

@@ -10,7 +10,7 @@ from meshwright.data.rows.row_files import Row
 from meshwright.data.rows.turns import kind_of
 from meshwright.errors import DataError, number_of
 
-__all__ = ["check_tokens", "numbers_of", "tokens_of"]
+__all__ = ["check_tokens", "numbers_of", "pair_of", "tokens_of"]
 
 
 def tokens_of(row: Row, column: Callable[[str], str | None]) -> Tokens:
@@ -24,21 +24,49 @@ def tokens_of(row: Row, column: Callable[[str], str | None]) -> Tokens:
         DataError: they are no list of whole numbers, or the mask is not as long; names file, line and field.
     """
     ids = numbers_of(row, str(column("input_ids")), "ids")
-    mask, field = None, column("loss_mask")
-    if field is not None and row.values.get(field) is not None:
-        mask = numbers_of(row, field, "0 or 1")
-        if wrong := sorted(set(mask) - {0, 1}):
-            raise DataError("data.tokens", f"{row.source}: field {field!a} holds {wrong[0]}; legal are 0 and 1")
-        if len(mask) != len(ids):
-            raise DataError(
-                "data.tokens",
-                f"{row.source}: field {field!a} has {number_of(len(mask), 'value')} for {number_of(len(ids), 'token')}",
-            )
-    field = column("tokenizer")
+    field = column("loss_mask")
+    mask = _mask(row, field, len(ids)) if field is not None and row.values.get(field) is not None else None
+    return Tokens(ids, mask, _made_by(row, column("tokenizer")))
+
+
+def pair_of(row: Row, column: Callable[[str], str | None]) -> Tokens:
+    """Return the tokens of a chosen and of a rejected answer, each with its prompt, end to end.
+
+    Args:
+        row: the row.
+        column: returns the column of a name of the format; ``None``: it is left out.
+
+    Raises:
+        DataError: a list is none of whole numbers, empty, or not as long as that of the tokens; names file, line and field.
+    """
+    ids, mask = list[list[int]](), list[bool]()
+    for name in ("chosen", "rejected"):
+        field = str(column(f"{name}_ids"))
+        ids.append(numbers_of(row, field, "ids"))
+        if not ids[-1]:
+            raise DataError("data.tokens", f"{row.source}: field {field!a} is empty; a pair has two answers")
+        mask += _mask(row, str(column(f"{name}_mask")), len(ids[-1]))
+    return Tokens(ids[0] + ids[1], mask, _made_by(row, column("tokenizer")), len(ids[0]))
+
+
+def _mask(row: Row, field: str, tokens: int) -> list[bool]:
+    """Return which of some tokens are learned, as a field says it."""
+    mask = numbers_of(row, field, "0 or 1")
+    if wrong := sorted(set(mask) - {0, 1}):
+        raise DataError("data.tokens", f"{row.source}: field {field!a} holds {wrong[0]}; legal are 0 and 1")
+    if len(mask) != tokens:
+        raise DataError(
+            "data.tokens", f"{row.source}: field {field!a} has {number_of(len(mask), 'value')} for {number_of(tokens, 'token')}"
+        )
+    return [bool(one) for one in mask]
+
+
+def _made_by(row: Row, field: str | None) -> str | None:
+    """Return the digest of the vocabulary that the tokens of a row are of, if it says it."""
     made = None if field is None else row.values.get(field)
     if not isinstance(made, str | None):
         raise DataError("data.tokens", f"{row.source}: field {field!a} is {kind_of(made)}; legal is the digest of a vocabulary")
-    return Tokens(ids, None if mask is None else [bool(one) for one in mask], made)
+    return made
 
 
 def numbers_of(row: Row, field: str, legal: str) -> list[int]:

@@ -62,6 +62,8 @@ def _new_config(config: ModelConfig, defaults: Mapping[str, Any], strict: bool) 
         )
     parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {})
     legal = legal_keys(CONFIG_MAPPING[kind])
+    if legal and config.head is not None:  # what transformers' heads for any family read, such as classifier_dropout
+        legal |= _keys_read("transformers.modeling_layers")
     problems = _unknown_keys(values, legal, "model.config", kind) if strict else Problems()
     if "text_config" in parts and isinstance(values.get("text_config", {}), dict):
         text = values.get("text_config", {})

@@ -152,6 +152,15 @@ def _kind_problem(declared: dict[str, Any], wanted: ModelConfig) -> Refusal | No
             f"is an encoder-decoder ({kind}); Meshwright trains models that continue a text: take a decoder, such as one of "
             "llama, qwen3 or gemma3_text",
         )
+    sees_all = of in MASKED and not declared.get("is_decoder", getattr(of, "is_decoder", of in MODEL_FOR_CAUSAL_LM_MAPPING))
+    if sees_all and wanted.head is not None:
+        return Refusal(
+            "model.encoder",
+            f"is an encoder ({kind}), on which model.head={wanted.head.kind} is not there yet: its attention sees all tokens "
+            "of a row, so it needs a mask for padding and for other documents, which decoders do without; and its head reads "
+            "the first token by layers of its own, not the last one by 'score'; take a decoder, such as one of llama, qwen3 or "
+            "gemma3_text",
+        )
     if of not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return Refusal(
             "model.kind",
@@ -160,7 +169,7 @@ def _kind_problem(declared: dict[str, Any], wanted: ModelConfig) -> Refusal | No
             if of in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             else f"is of a kind ({kind}) that has no head to generate text; take a model for causal language modeling",
         )
-    if of in MASKED and not declared.get("is_decoder", getattr(of, "is_decoder", True)):
+    if sees_all:
         remedy = "set is_decoder: true for a new model with causal attention" if wanted.path is None else "take a decoder"
         return Refusal(
             "model.encoder",

@@ -9,7 +9,11 @@ from meshwright.data.rows.wanted import Labels, Wanted
 from meshwright.models.model_config import ModelConfig
 from meshwright.user_code import PartConfig
 
-__all__ = ["OURS", "OurObjective", "as_ours", "wanted_of"]
+__all__ = ["OURS", "PAIRS", "OurObjective", "as_ours", "wanted_of"]
+
+
+PAIRS = ("preference", "token_pairs")
+"""Formats of two answers to one prompt, of which only the answers are learned."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class OurObjective:
 
 
 def _of_preference(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("preference", "unpaired_preference") if _is_kto(arguments) else ("preference",)
+    return ("preference", "unpaired_preference") if _is_kto(arguments) else PAIRS
 
 
 def _is_kto(arguments: Mapping[str, Any]) -> bool:

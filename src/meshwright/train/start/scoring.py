@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from meshwright.train.start.setup import RunSetup
 __all__ = ["SUFFIXES", "ScoreJob", "config_to_score", "run_to_score"]
 
 SUFFIXES = (".jsonl", ".parquet")
+PAIRED = {"use": "preference", "with": {"loss_type": "cpo"}}
+"""An objective that reads pairs, and needs nothing else of them; it computes nothing here."""
 TOGETHER = 256
 """Documents that are written to a table at once."""
 
@@ -66,10 +68,26 @@ def config_to_score(config: RunConfig, work: Path, checkpoint: Path | None) -> R
         config: that of the run.
         work: a directory for its tokens and tokenizer.
         checkpoint: where the weights come from, and the tokenizer; ``None``: as the run begins.
+
+    Raises:
+        ConfigError: the model says labels, or each answer has one to another prompt beside it.
     """
+    problems = Problems()
+    if config.model.head is not None:
+        said = f"score: model.head={config.model.head.kind}: the model says labels, not the next token"
+        problems.add("config.objective", f"{said}; set model.head=null, and model.path to a causal language model")
+    if config.data.unpairs:
+        problems.add(
+            "config.objective",
+            "score: answers that are learned by themselves (loss_type: kto) have some to other prompts beside them; score "
+            "pairs with training.objective=preference, and single answers with training.objective=null "
+            "data.format=prompt_completion; reference: precomputed needs no scores",
+        )
+    if problems:
+        raise ConfigError(problems)
     content = config.model_dump(mode="json")
     content["output"] = str(work)
-    content["training"] |= {"objective": None, "steps": 1, "epochs": None, "eval_every": 0}
+    content["training"] |= {"objective": PAIRED if config.data.pairs else None, "steps": 1, "epochs": None, "eval_every": 0}
     routes = {name: one for name, one in content["data"]["tensors"].items() if name == ROUTED_EXPERTS}
     content["data"] |= {"tensors": routes, "shuffle": False}
     content["optimizer"], content["schedule"] = {"lr": 1.0}, {"kind": "constant"}
@@ -105,7 +123,7 @@ class ScoreJob:
         """Refuse what cannot be scored.
 
         Raises:
-            ConfigError: the model says no next token, or has not so many words; or rows are pairs.
+            ConfigError: the model says no next token, or has not so many words.
         """
         problems, words = Problems(), setup.model.config.get_text_config().vocab_size
         if family_of(setup.model).objective() is not NextToken:
@@ -178,26 +196,30 @@ def write_rows(store: TokenStore, job: ScoreJob, vocabulary: str) -> str:
     temporary = job.out.with_name(f".{job.out.name}.tmp")
     totals = np.zeros(2)
     if job.out.suffix == ".parquet":
-        _write_table(temporary, _rows(store, job, vocabulary, totals), learned=store.loss_mask is not None, top=bool(job.top_k))
+        _write_table(temporary, _rows(store, job, vocabulary, totals), _columns(store, top=bool(job.top_k)))
     else:
         with temporary.open("w", encoding="utf-8") as file:
             for row in _rows(store, job, vocabulary, totals):
                 file.write(json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False) + "\n")
     temporary.replace(job.out)
     mean = math.exp(min(-totals[0] / max(totals[1], 1), 700.0))
-    documents = number_of(store.index.documents, "document")
+    documents = number_of(store.index.documents, "document" if store.seconds is None else "pair")
     return f"perplexity {mean:.4f} of {number_of(int(totals[1]), 'token')} to be learned, {documents} -> {job.out}"
 
 
 def _rows(store: TokenStore, job: ScoreJob, vocabulary: str, totals: npt.NDArray[np.float64]) -> Iterator[dict[str, Any]]:
     """Yield the row of each document; add the log-probabilities of what is learned, and their number, to ``totals``."""
     with job.sources.open(encoding="utf-8") as sources:
-        for source, begin, end in zip(sources, store.offsets[:-1], store.offsets[1:], strict=True):
+        for number, (source, begin, end) in enumerate(zip(sources, store.offsets[:-1], store.offsets[1:], strict=True)):
             row: dict[str, Any] = {"source": json.loads(source), "tokenizer": vocabulary}
-            row["input_ids"] = store.tokens[begin:end].astype(np.int64)
+            ids = store.tokens[begin:end].astype(np.int64)
             learned = np.ones(end - begin, np.bool_) if store.loss_mask is None else np.array(store.loss_mask[begin:end])
-            if store.loss_mask is not None:
-                row["loss_mask"] = learned.astype(np.int8)
+            first = None if store.seconds is None else int(store.seconds[number])
+            for name, part in (("chosen", slice(None, first)), ("rejected", slice(first, None))) if first else ():
+                row |= {f"{name}_ids": ids[part], f"{name}_mask": learned[part].astype(np.int8)}
+            if first is None:
+                row["input_ids"] = ids
+                row |= {} if store.loss_mask is None else {"loss_mask": learned.astype(np.int8)}
             for name in (LOG_PROBS, *((TOP_IDS, TOP_LOG_PROBS) if job.top_k else ())):
                 row[name] = store.values[name][begin:end]
             found = row[LOG_PROBS][1:][learned[1:]].astype(np.float64)
@@ -212,21 +234,31 @@ def _plain(value: Any) -> Any:
     return value.astype(str).astype(np.float64).tolist() if value.dtype == np.float32 else value.tolist()
 
 
-def _write_table(file: Path, rows: Iterator[dict[str, Any]], *, learned: bool, top: bool) -> None:
+def _columns(store: TokenStore, *, top: bool) -> dict[str, Any]:
+    """Return the columns of a table, by name, as arrow has them."""
     import pyarrow
-    import pyarrow.parquet
 
-    kinds: dict[str, pyarrow.DataType] = {
+    ids, mask = pyarrow.list_(pyarrow.int64()), pyarrow.list_(pyarrow.int8())
+    if store.seconds is not None:
+        tokens = {f"{name}_{kind}": of for name in ("chosen", "rejected") for kind, of in (("ids", ids), ("mask", mask))}
+    else:
+        tokens = {"input_ids": ids, **({} if store.loss_mask is None else {"loss_mask": mask})}
+    words = {TOP_IDS: pyarrow.list_(ids), TOP_LOG_PROBS: pyarrow.list_(pyarrow.list_(pyarrow.float32()))}
+    return {
         "source": pyarrow.string(),
         "tokenizer": pyarrow.string(),
-        "input_ids": pyarrow.list_(pyarrow.int64()),
-        **({"loss_mask": pyarrow.list_(pyarrow.int8())} if learned else {}),
+        **tokens,
         LOG_PROBS: pyarrow.list_(pyarrow.float32()),
-        **({TOP_IDS: pyarrow.list_(pyarrow.list_(pyarrow.int64()))} if top else {}),
-        **({TOP_LOG_PROBS: pyarrow.list_(pyarrow.list_(pyarrow.float32()))} if top else {}),
+        **(words if top else {}),
         "tokens": pyarrow.int64(),
         "perplexity": pyarrow.float64(),
     }
+
+
+def _write_table(file: Path, rows: Iterator[dict[str, Any]], kinds: Mapping[str, Any]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
     schema, waiting = pyarrow.schema(list(kinds.items())), list[dict[str, Any]]()
     with pyarrow.parquet.ParquetWriter(file, schema) as writer:
 

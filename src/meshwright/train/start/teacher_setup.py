@@ -20,7 +20,7 @@ from meshwright.train.start.setup import EACH_STEP, RunSetup, make_setup
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["about_teacher", "check_teacher", "teacher_bytes", "with_teacher"]
+__all__ = ["BYTES", "about_teacher", "check_teacher", "teacher_bytes", "with_teacher"]
 
 BYTES = 8 + 4
 """Of a word and its log-probability, as a batch has them."""
@@ -132,7 +132,7 @@ def _remarks(setup: RunSetup, teacher: RunSetup) -> list[str]:
     return [
         f"teacher {asked.path}: {total.parameters:,} parameters that are not trained, on {teacher.layout}: "
         f"{human_bytes(total.parameter_bytes)} of shards on a rank, {human_bytes(total.gathered_peak_bytes)} gathered at once",
-        f"{EACH_STEP}: what the teacher says; the forecast of time leaves it out",
+        f"{EACH_STEP}: what the teacher says",
         f"the teacher's {number_of(asked.top_k, 'word')} for each token: {human_bytes(_said(setup))} on a rank in a step{sent}",
     ]
 

@@ -1,0 +1,184 @@
+"""The work of a rank by layers, from traces of a few, and the seconds that it takes on a device."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.cost.hardware import Hardware
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.trace.memory import Traces
+from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
+from meshwright.trace.work import Work
+from meshwright.train.start.setup import RunSetup
+
+__all__ = ["MEMORY_REACHED", "SHAPES", "LayerWork", "Rates"]
+
+OPERATIONS = (Work.PRODUCTS, Work.PRODUCTS_FP32, Work.ATTENTION)
+
+MEMORY_REACHED = 0.85
+"""Share of the memory's bandwidth that elementwise operators reach: assumed."""
+
+SHAPES = 0.85
+"""Share of the best shape's speed that the products of a model reach, beside the kernels of collectives: fitted on row 1 of
+benchmarks/predict.py. A calibrated device has the speed of a run's own shapes."""
+
+FUSED = 0.5
+"""What the compiler leaves of the bytes that operators beside products move, and of the operators: assumed."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device works in a run.
+
+    Attributes:
+        hardware: the device.
+        peak: operations a second in the dtype of compute, at most.
+        reached: share of the peak that matrix products reach.
+        bandwidth: bytes a second that elementwise operators reach.
+        fused: what the compiler leaves of these bytes and of the operators.
+    """
+
+    hardware: Hardware
+    peak: float
+    reached: float
+    bandwidth: float
+    fused: float
+
+    @classmethod
+    def of(cls, setup: RunSetup, hardware: Hardware) -> "Rates":
+        """Return those of a run on devices of a kind."""
+        options = setup.plan.options
+        return cls(
+            hardware,
+            hardware.peak(options.param_dtype or setup.config.model.dtype) * 1e12,
+            hardware.achievable * (1.0 if hardware.calibrated else SHAPES),
+            hardware.hbm_tb_s * MEMORY_REACHED * 1e12,
+            FUSED if options.compile else 1.0,
+        )
+
+    def spent(self, work: Counter[Work]) -> dict[str, float]:
+        """Return the seconds of some work: ``products``, ``attention``, ``elementwise`` and ``launches``."""
+        hardware = self.hardware
+        products = work[Work.PRODUCTS] / hardware.bf16_tflops + work[Work.PRODUCTS_FP32] / hardware.fp32_tflops
+        found = {
+            "products": products / (self.reached * 1e12),
+            "attention": work[Work.ATTENTION] / (self.peak * hardware.attention),
+            "elementwise": self.fused * work[Work.MOVED] / self.bandwidth,
+        }
+        started = self.fused * work[Work.STARTED] * hardware.launch_us * 1e-6
+        found["launches"] = max(0.0, started - sum(found.values()))
+        return found
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The work of a microbatch on a rank.
+
+    Attributes:
+        layers: kind of a layer to the work of one, forward and backward.
+        forward: the same, of forward alone.
+        rest: the work outside of layers.
+        loss: what of it is that of the output head and the loss.
+        kinds: the kind of each layer.
+        known: kinds whose work was told apart; that of the others is between the rest and the layers.
+    """
+
+    layers: Mapping[int, Counter[Work]]
+    forward: Mapping[int, Counter[Work]]
+    rest: Counter[Work]
+    loss: Counter[Work]
+    kinds: Mapping[str, int]
+    known: frozenset[int]
+
+    @classmethod
+    def of(cls, traces: Traces) -> "LayerWork":
+        """Read the work from traces: a layer's is by how much that of one more layer is larger."""
+        kinds, first = traces.kinds, traces.first
+        layers, forward = {}, {}
+        whole = _microbatch_work(traces.of(first)[0])
+        names = dict(zip(traces.setup.plan.layers, kinds, strict=True))
+        if first == len(kinds):  # all of them were traced, and count alike
+            each, own = ({kind: value / first for kind, value in work.items()} for work in (_sum(whole), whole[FORWARD]))
+            loss_work = {kind: value / first for kind, value in whole[LOSS].items()}
+            alike = Counter({kind: each.get(kind, 0) - loss_work.get(kind, 0) for kind in Work})
+            forward = {kind: Counter(own) for kind in kinds}
+            return cls(dict.fromkeys(kinds, alike), forward, whole[LOSS], whole[LOSS], names, frozenset(kinds))
+        for kind in set(kinds):
+            # A kind that only the first layers have counts as that of the next one.
+            place = kinds.index(kind, first) if kind in kinds[first:] else min(first, len(kinds) - 1)
+            more, fewer = (_microbatch_work(traces.of(number)[0]) for number in (place + 1, place))
+            forward[kind] = _difference(more[FORWARD], fewer[FORWARD])
+            layers[kind] = _difference(_sum(more), _sum(fewer))
+        rest = _sum(whole)
+        for kind in kinds[:first]:
+            rest = _difference(rest, layers[kind])
+        return cls(layers, forward, rest, whole[LOSS], names, frozenset(kinds[first:]))
+
+    def on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
+        """Return the work of a rank of `pp`."""
+        total = Counter(dict.fromkeys(Work, 0))
+        for name in self._layers_of(plan, rank):
+            total.update(self.layers[self.kinds[name]])
+        total.update(self.outside_layers(plan, stages_of_rank(plan, rank)))
+        return total
+
+    def forward_on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
+        """Return the work of a rank of `pp` in a forward alone, of which that of the head is a third of its work in a step."""
+        total = Counter(dict.fromkeys(Work, 0))
+        for name in self._layers_of(plan, rank):
+            total.update(self.forward[self.kinds[name]])
+        if not plan.stages or len(plan.stages) - 1 in stages_of_rank(plan, rank):
+            total.update({kind: value / 3 for kind, value in self.loss.items()})
+        return total
+
+    def outside_layers(self, plan: ShardingPlan, stages: Sequence[int]) -> Counter[Work]:
+        """Return the work of a microbatch outside of layers on some stages: with a pipeline, that of the head and the loss."""
+        if not plan.stages:
+            return self.rest
+        return self.loss if len(plan.stages) - 1 in stages else Counter()
+
+    def by_kind(self, plan: ShardingPlan, rank: int) -> dict[str, Counter[Work]]:
+        """Return the work of a rank of `pp` by kind of layer, and the rest."""
+        names = self._layers_of(plan, rank)
+        alike: dict[int, list[str]] = {}
+        for name in names:
+            if self.kinds[name] in self.known:
+                alike.setdefault(self.kinds[name], []).append(name)
+        found = {
+            f"{len(same_layers)} x {same_layers[0]}": Counter(
+                {one: value * len(same_layers) for one, value in self.layers[kind].items()}
+            )
+            for kind, same_layers in alike.items()
+        }
+        return {**found, "the rest": _difference(self.on_rank(plan, rank), _sum(found))}
+
+    def _layers_of(self, plan: ShardingPlan, rank: int) -> list[str]:
+        if not plan.stages:
+            return list(plan.layers)
+        return [name for stage in stages_of_rank(plan, rank) for name in plan.stages[stage].layers]
+
+    def whole_model(self) -> float:
+        """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
+        forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in OPERATIONS)
+        return 3 * forward + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
+
+
+def _microbatch_work(trace: StepTrace) -> dict[str, Counter[Work]]:
+    """Return the work of one microbatch, by moment, without the update."""
+    return {
+        name: Counter({kind: value / trace.microbatches for kind, value in work.items()})
+        for name, work in trace.work.items()
+        if name != UPDATE
+    }
+
+
+def _sum(work: Mapping[str, Counter[Work]]) -> Counter[Work]:
+    total: Counter[Work] = Counter()
+    for one in work.values():
+        total.update(one)
+    return total
+
+
+def _difference(more: Counter[Work], fewer: Counter[Work]) -> Counter[Work]:
+    return Counter({kind: more[kind] - fewer[kind] for kind in Work})
