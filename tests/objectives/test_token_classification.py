@@ -109,6 +109,7 @@ def run_of(path: str, words: int, held_out: float = 0.2, *, output: str = "nowhe
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_run_learns_and_is_exported(jsonl: Jsonl, tmp_path: Path) -> None:
     names = ["fox", "dog", "wizard", "box"]
     texts = [["the", "quick", names[n % 4]] if n % 2 else [names[n % 4], "jumps"] for n in range(60)]

@@ -76,6 +76,7 @@ def test_a_classifier_learns_and_transformers_says_the_same(tmp_path: Path) -> N
     assert said.tolist() == [0, 1]
 
 
+@pytest.mark.thorough
 def test_a_reward_model_learns(tmp_path: Path) -> None:
     run = example("reward", tmp_path, *SHORT)
     train(run, 2)

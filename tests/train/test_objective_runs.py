@@ -137,7 +137,7 @@ def test_an_object_is_named_as_in_a_configuration(chat_model: Path, tmp_path: Pa
     run = mw.Run("examples/dpo_chat.yaml", overrides, objective=Preference("ipo", beta=0.2))
     config = run.config
     assert config.training.objective == PartConfig(use="preference", arguments={"loss_type": "ipo", "beta": 0.2})
-    assert config.data.formats == ("preference",)
+    assert config.data.formats == ("preference", "token_pairs")
     kto = mw.Run("examples/dpo_chat.yaml", overrides, objective=Kto(beta=0.3)).config
     assert kto.data.unpairs
 

@@ -151,33 +151,48 @@ def pairs(folder: Path, *overrides: str) -> RunConfig:
     return tiny_run(folder, folder / "pairs.jsonl", *sets, *overrides)
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"), [("layout.tp=2", "jsonl"), pytest.param("layout.cp=2", "parquet", marks=pytest.mark.thorough)]
-)
-def test_a_run_reads_the_scores_of_pairs_as_its_reference(tmp_path: Path, layout: str, kind: str) -> None:
-    """It is the run whose reference was computed before its first step, from rows that are tokens."""
+def scores_of_pairs(tmp_path: Path, out: Path, layout: str) -> tuple[RunConfig, TokenStore]:
+    """A run on pairs, of which some are cut, and what the model that it begins with says of them."""
     config = pairs(tmp_path / "first", "data.sequence_length=56", "data.packing=pad")
-    expected = train(config, 2)
-    assert expected[-1] < expected[0] == pytest.approx(math.log(2), abs=1e-6)
-    out = tmp_path / f"scored.{kind}"
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     scores = score(tmp_path / "run.yaml", out, layout, top_k=2)
     assert scores.seconds is not None
     assert 0 < scores.index.truncated < scores.index.documents
-    if kind == "jsonl":
-        row = json.loads(out.read_text().splitlines()[3])
-        begin, end = scores.offsets[3], scores.offsets[4]
-        assert row["chosen_ids"] + row["rejected_ids"] == scores.tokens[begin:end].tolist()
-        assert row["log_probs"][len(row["chosen_ids"])] == row["log_probs"][0] == 0
-        assert row["tokens"] == sum(row["chosen_mask"]) + sum(row["rejected_mask"])
-        assert len(row["top_ids"]) == len(row["log_probs"]) == end - begin
-    columns = "data.tensors={reference_log_probs: {per: token, column: log_probs}}"
+    return config, scores
+
+
+def reading(tmp_path: Path, config: RunConfig, out: Path) -> RunConfig:
+    """The same run on rows that are these scores, with them as its reference."""
+    prepare_run(config, 2)  # its tokenizer
     same = ("data.sequence_length=56", "data.packing=pad", f"tokenizer={{path: {config.output}/tokenizer}}")
-    read = pairs(tmp_path / "second", *same, f"data.files=['{out}']", columns)
-    found = prepare_run(read, 2)[2]
+    columns = "data.tensors={reference_log_probs: {per: token, column: log_probs}}"
+    return pairs(tmp_path / "second", *same, f"data.files=['{out}']", columns)
+
+
+def test_scores_of_pairs_are_rows_that_a_run_reads(tmp_path: Path) -> None:
+    out = tmp_path / "scored.jsonl"
+    config, scores = scores_of_pairs(tmp_path, out, "layout.tp=2")
+    assert scores.seconds is not None
+    row = json.loads(out.read_text().splitlines()[3])
+    begin, end = scores.offsets[3], scores.offsets[4]
+    assert row["chosen_ids"] + row["rejected_ids"] == scores.tokens[begin:end].tolist()
+    assert row["log_probs"][len(row["chosen_ids"])] == row["log_probs"][0] == 0
+    assert row["tokens"] == sum(row["chosen_mask"]) + sum(row["rejected_mask"])
+    assert len(row["top_ids"]) == len(row["log_probs"]) == end - begin
+    found = prepare_run(reading(tmp_path, config, out), 2)[2]
     np.testing.assert_array_equal(found.tokens, scores.tokens)
     np.testing.assert_array_equal(np.asarray(found.seconds), np.asarray(scores.seconds))
-    assert train(read, 2) == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_array_equal(found.values["reference_log_probs"], scores.values["log_probs"])
+    assert found.index.truncated == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["layout.cp=2", "layout.pp=2"])
+def test_a_run_against_scores_is_that_against_a_reference_of_its_own(tmp_path: Path, layout: str) -> None:
+    config, _ = scores_of_pairs(tmp_path, tmp_path / "scored.parquet", layout)
+    expected = train(config, 2)
+    assert expected[-1] < expected[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert train(reading(tmp_path, config, tmp_path / "scored.parquet"), 2) == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_else_reads_pairs_is_told_how_to_score(tmp_path: Path) -> None:
