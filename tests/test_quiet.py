@@ -1,5 +1,6 @@
 """Warnings of other libraries that no user can act on do not reach him; all others do."""
 
+import subprocess
 import sys
 import warnings
 from logging import NOTSET, getLogger
@@ -60,3 +61,9 @@ def test_torch_logs_no_failure_in_a_trace(monkeypatch: pytest.MonkeyPatch, caplo
     finally:
         log.removeHandler(caplog.handler)
         log.setLevel(before)
+
+
+def test_torchao_is_imported_without_a_word() -> None:
+    code = "from meshwright.quiet import quiet; quiet(); import transformers.quantizers.quantizer_torchao, torchao.optim"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("", "")

@@ -12,9 +12,9 @@ def quiet() -> None:
     """Silence warnings that no user can act on, in this process and in those that it forks later.
 
     These are notes that a name will change, which Python calls FutureWarning, what transformers and peft say about calls that
-    Meshwright makes, and the traceback that torch logs of an operator that fails where a step is traced. What must be known of
-    them, Meshwright reports in its own words. Whoever sets ``PYTHONWARNINGS``, ``TRANSFORMERS_VERBOSITY`` or ``TORCH_LOGS``
-    decides for himself.
+    Meshwright makes, the traceback that torch logs of an operator that fails where a step is traced, and what torchao logs of
+    kernels for other machines. What must be known of them, Meshwright reports in its own words. Whoever sets ``PYTHONWARNINGS``,
+    ``TRANSFORMERS_VERBOSITY`` or ``TORCH_LOGS`` decides for himself.
     """
     if not sys.warnoptions:
         for kind in (FutureWarning, DeprecationWarning):
@@ -27,4 +27,5 @@ def quiet() -> None:
 
             of_transformers.set_verbosity_error()
     if "TORCH_LOGS" not in os.environ:
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+        for name in ("torch._subclasses.fake_tensor", "torch.utils._pytree", "torchao"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
