@@ -63,6 +63,7 @@ def test_torch_logs_no_failure_in_a_trace(monkeypatch: pytest.MonkeyPatch, caplo
         log.setLevel(before)
 
 
+@pytest.mark.thorough
 def test_torchao_is_imported_without_a_word() -> None:
     code = "from meshwright.quiet import quiet; quiet(); import transformers.quantizers.quantizer_torchao, torchao.optim"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -13,8 +13,8 @@ def quiet() -> None:
 
     These are notes that a name will change, which Python calls FutureWarning, what transformers and peft say about calls that
     Meshwright makes, the traceback that torch logs of an operator that fails where a step is traced, and what torchao logs of
-    kernels for other machines. What must be known of them, Meshwright reports in its own words. Whoever sets ``PYTHONWARNINGS``,
-    ``TRANSFORMERS_VERBOSITY`` or ``TORCH_LOGS`` decides for himself.
+    kernels for other machines. What must be known of them, Meshwright reports in its own words. Whoever sets
+    ``PYTHONWARNINGS``, ``TRANSFORMERS_VERBOSITY`` or ``TORCH_LOGS`` decides for himself.
     """
     if not sys.warnoptions:
         for kind in (FutureWarning, DeprecationWarning):
