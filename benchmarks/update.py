@@ -1,4 +1,4 @@
-"""What an update costs under FSDP2 on gloo ranks: AdamW, Muon of ours, and Muon of torch.
+"""What an update costs under FSDP2 on gloo ranks: AdamW, AdamW of torchao in 8 bits, Muon of ours, and Muon of torch.
 
     python benchmarks/update.py --check --markdown update.md
 
@@ -30,17 +30,19 @@ from torch.distributed.tensor import DTensor
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.update.quantized import quantized_optimizer
 from meshwright.distributed.update.sharded_muon import Muon
 from meshwright.layout import Layout
 from meshwright.plan.update.muon_cost import traffic_of
 
 LAYERS, HIDDEN, HEADS, FEATURES, WARMUP, RATE, BUCKET = 4, 256, 128, 688, 2, 1e-3, 2**18
 SHAPES = [(HIDDEN, HIDDEN), (HEADS, HIDDEN), (HEADS, HIDDEN), (HIDDEN, HIDDEN), *[(FEATURES, HIDDEN)] * 2, (HIDDEN, FEATURES)]
-OURS, THEIRS, ADAMW = "Muon, ours", "Muon, torch's", "AdamW, fused"
+OURS, THEIRS, ADAMW, BITS = "Muon, ours", "Muon, torch's", "AdamW, fused", "AdamW, 8 bits"
 LEAST_GAIN, MOST_BYTES, ALIKE = 2.0, 2.2, 0.1
 
 CONTENDERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     ADAMW: lambda parameters: torch.optim.AdamW(parameters, lr=RATE, fused=True),
+    BITS: lambda parameters: quantized_optimizer("adamw8bit")(parameters, lr=RATE, compiled=False),
     OURS: lambda parameters: Muon(parameters, lr=RATE, bucket=BUCKET),
     THEIRS: lambda parameters: torch.optim.Muon(parameters, lr=RATE),
 }
@@ -49,7 +51,7 @@ NOTES = (
     "AG, RS, A2A, AR: all-gathers, reduce-scatters, all-to-alls, all-reduces of rank 0 in an update; MB: the larger buffer of "
     "each, added up; of momentum: the same, over the bytes of a rank's shards of the momentum (fp32).",
     "CPU: process time of an update, all threads of a rank: median over updates, mean over ranks, median over rounds. x: "
-    "against torch's Muon in the same round.",
+    "against torch's Muon in the same round. AdamW in 8 bits is torchao's, made of several operators, as it runs on a CPU here.",
     f"{LAYERS} layers of {len(SHAPES)} matrices, {LAYERS * sum(a * b for a, b in SHAPES) / 1e6:.1f} M parameters in fp32; both "
     "Muons orthogonalise in bfloat16, and ours exchanges in it.",
 )
