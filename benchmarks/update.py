@@ -51,7 +51,7 @@ NOTES = (
     "AG, RS, A2A, AR: all-gathers, reduce-scatters, all-to-alls, all-reduces of rank 0 in an update; MB: the larger buffer of "
     "each, added up; of momentum: the same, over the bytes of a rank's shards of the momentum (fp32).",
     "CPU: process time of an update, all threads of a rank: median over updates, mean over ranks, median over rounds. x: "
-    "against torch's Muon in the same round. AdamW in 8 bits is torchao's, made of several operators, as it runs on a CPU here.",
+    "against torch's Muon in the same round. AdamW in 8 bits is torchao's, made of several operators, as on a CPU.",
     f"{LAYERS} layers of {len(SHAPES)} matrices, {LAYERS * sum(a * b for a, b in SHAPES) / 1e6:.1f} M parameters in fp32; both "
     "Muons orthogonalise in bfloat16, and ours exchanges in it.",
 )

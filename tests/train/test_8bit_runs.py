@@ -1,4 +1,4 @@
-"""examples/qlora_8bit.yaml over a small model: it learns, its moments are in blocks of 8 bits, and layouts have the same losses."""
+"""examples/qlora_8bit.yaml over a small model: it learns with moments in blocks of 8 bits, and layouts have the same losses."""
 
 from pathlib import Path
 
