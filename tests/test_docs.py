@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.data.rows.columns import FORMATS
 from meshwright.data.rows.formats import SPEAKERS
-from meshwright.train.config import RunConfig, load_config
+from meshwright.train.config import OptimizerConfig, RunConfig, load_config
+from meshwright.train.schema.optimizer_kinds import SCHEMAS
 from meshwright.user_code import import_modules
 from tests.cli.conftest import meshwright, start, warm
 from tests.harness import run_ranks
@@ -68,6 +69,25 @@ def test_the_page_on_data_has_every_format_and_its_columns() -> None:
         assert all(f"| `{column}` |" in page for column in layout.extra)
     for speaker in SPEAKERS:
         assert speaker in page
+
+
+def test_the_page_on_optimizers_has_every_kind_and_option() -> None:
+    page = PAGE.with_name("optimizers.md")
+    text = page.read_text()
+    kinds, names = text.split("## Bytes")[0], PAGE.with_name("from-automodel.md").read_text()
+    for kind, schema in SCHEMAS.items():
+        (row,) = [line for line in kinds.splitlines() if line.startswith(f"| `{kind}` |")]
+        shared = kind in ("adamw4bit", "adamwfp8")  # as the row above
+        assert all(f"`{option}`" in row for option in schema.model_fields if not shared)
+        assert f"| `kind: {kind}` |" in names
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert OptimizerConfig.model_validate(yaml.safe_load(block)["optimizer"])
+    for link in re.findall(r"\]\(([\w./-]+\.\w+)", text):
+        assert (page.parent / link).is_file(), link
+    for test in re.findall(r"tests/[\w/]+\.py", text):
+        assert (page.parents[1] / test).is_file(), test
 
 
 @pytest.fixture
