@@ -141,6 +141,6 @@ class FailsLater(torch.optim.SGD):
     """It steps when it is tried, and fails in the run."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if sum(p.numel() for group in self.param_groups for p in group["params"]) > 16:
+        if sum(p.numel() for group in self.param_groups for p in group["params"]) > 60:
             raise ValueError("of its own")
         super().step(closure)

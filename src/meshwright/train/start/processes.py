@@ -72,7 +72,7 @@ def adapted(config: RunConfig, kind: str) -> tuple[RunConfig, list[str]]:
     if asks and not able(kind, Ability.FUSED):
         groups = [group.model_copy(update={"fused": False}) if group.fused else group for group in optimizer.groups]
         config = config.model_copy(update={"optimizer": optimizer.model_copy(update={"fused": False, "groups": groups})})
-        lines.append(f"{kind} has no fused optimizers: the update is made of several operators (optimizer.fused=false)")
+        lines.append(f"{kind} has no fused AdamW: the update is made of several operators (optimizer.fused=false)")
     if (kinds := optimizer.kinds & set(QUANTIZED)) and kind != CPU and not able(kind, Ability.COMPILED):
         lines.append(
             f"torch.compile has no kernels for {kind}: the update is made of several operators (optimizer.kind={min(kinds)})"
