@@ -5,6 +5,7 @@ import pkgutil
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -240,6 +241,27 @@ def test_an_interruption_before_the_first_step_is_one_line(
     all_gone(found)
     again = meshwright("train", config, "training.steps=2", "--nproc", ranks)
     assert (again.code, "resumed from" in again.out) == (0, resumes), again
+
+
+def test_an_interruption_in_a_function_that_python_calls_at_a_fork_is_one_still(tmp_path: Path) -> None:
+    """Python drops what is raised there, and says so on stderr."""
+    code = f"""
+import os, signal, time
+from pathlib import Path
+from meshwright.train.start.ending import wishes_to_end
+
+noted = []
+try:
+    with wishes_to_end(Path({str(tmp_path / "asked")!r}), noted):
+        os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))
+        if os.fork() == 0:
+            os._exit(0)
+        time.sleep(30)
+except Exception as error:
+    print(type(error).__name__, len(noted))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (found.stdout, found.stderr) == ("SignalException 2\n", "")
 
 
 def test_an_interruption_of_another_command_says_so(meshwright: Meshwright, config: str) -> None:

@@ -8,14 +8,15 @@ import itertools
 import os
 import select
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ __all__ = [
     "has_begun",
     "leave_to_rank_0",
     "tell",
+    "wishes_to_end",
 ]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -43,6 +45,8 @@ WITH_LAUNCHER = 1.0
 """Seconds that a worker waits for the launcher's file after a SIGTERM, in case the launcher got the signal too."""
 WISH = "the run ends after this step or the next, with a checkpoint; a second signal ends it now"
 UNEXPORTED = "ended after the last step; its checkpoint is complete, and the same command exports it"
+AGAIN = 0.05
+"""Seconds after which a signal comes again whose exception Python dropped."""
 SAME = 2.0
 """Seconds within which a second signal counts as the first: Ctrl-C reaches a worker from the terminal and from torchrun."""
 
@@ -261,6 +265,54 @@ def tell(line: str) -> None:
     """Write a line to stderr at once. Safe in a signal handler, which may interrupt a print; a closed terminal is ignored."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
+
+
+@contextmanager
+def wishes_to_end(asked: Path, interrupted: list[int]) -> Iterator[None]:
+    """Pass the first signal that comes inside on to the workers, by a file; a second one ends them at once, as torch does.
+
+    Ctrl-C before the first step ends them at once too: there is nothing to save. It is noted in ``interrupted``, because Python
+    drops an exception that is raised in a function that it calls at a fork.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    first: list[float] = []
+    comes_again = threading.Event()
+
+    def take(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        if comes_again.is_set():
+            return
+        if number == signal.SIGINT and not has_begun(asked):
+            interrupted.append(number)
+            raise SignalException(f"{name} before the first step", sigval=signal.SIGINT)
+        if not first:
+            first.append(time.monotonic())
+            asked.with_suffix(".tmp").write_text(name)
+            asked.with_suffix(".tmp").rename(asked)
+            tell(f"{name}: {WISH}")
+        elif time.monotonic() > first[0] + SAME:
+            raise SignalException(f"{name} a second time", sigval=signal.Signals(number))
+
+    def dropped(error: Any) -> None:
+        if not isinstance(error.exc_value, SignalException):
+            report(error)
+            return
+        comes_again.set()
+        threading.Timer(AGAIN, come_again, (error.exc_value.sigval,)).start()
+
+    def come_again(number: signal.Signals) -> None:
+        comes_again.clear()
+        os.kill(os.getpid(), number)
+
+    before = {number: signal.signal(number, take) for number in SIGNALS}
+    report, sys.unraisablehook = sys.unraisablehook, dropped
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave_to_rank_0(error: MeshwrightError) -> NoReturn:

@@ -32,7 +32,7 @@ from meshwright.quiet import quiet
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.records import Source
 from meshwright.train.proofs.report_or_audit import Prove, report_or_audit, report_or_audit_on_rank_0
-from meshwright.train.start.ending import SAME, SIGNALS, UNEXPORTED, WISH, has_begun, leave_to_rank_0, tell
+from meshwright.train.start.ending import SIGNALS, UNEXPORTED, has_begun, leave_to_rank_0, tell, wishes_to_end
 from meshwright.train.start.processes import adapted, device_kind, launched_processes, local_processes
 from meshwright.train.start.run_files import Paths
 
@@ -217,10 +217,13 @@ def _launch_local(
             signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if job else "SIGHUP,SIGQUIT",
         )
         asked = Path(reports) / ASKED
+        interrupted: list[int] = []
         try:
-            with nullcontext() if job else _wishes_to_end(asked):
+            with nullcontext() if job else wishes_to_end(asked, interrupted):
                 elastic_launch(settings, _worker_entry)(config, kind, prepared, forecast, reports, debug, os.getpid(), job)
         except ChildFailedError as error:
+            if interrupted and not has_begun(asked):  # the workers, which got the signal too, ended before the launcher
+                raise KeyboardInterrupt from None
             raise _first_failure(Path(reports), error) from None
         except SignalException as error:
             if error.sigval is signal.SIGINT and not has_begun(asked):
@@ -235,36 +238,6 @@ def _ended_at_once(config: RunConfig) -> str:
     last = latest(Paths(config.directory).checkpoints)
     kept = "the run has no checkpoint" if last is None else f"the last complete checkpoint is {last}"
     return f"SIGINT a second time: ended in the middle of a step; {kept}"
-
-
-@contextmanager
-def _wishes_to_end(asked: Path) -> Iterator[None]:
-    """Pass the first signal that comes inside on to the workers, by a file; a second one ends them at once, as torch does.
-
-    Ctrl-C before the first step ends them at once too: there is nothing to save.
-    """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    first: list[float] = []
-
-    def take(number: int, frame: object) -> None:
-        name = signal.Signals(number).name
-        if number == signal.SIGINT and not has_begun(asked):
-            raise SignalException(f"{name} before the first step", sigval=signal.SIGINT)
-        if not first:
-            first.append(time.monotonic())
-            asked.with_suffix(".tmp").write_text(name)
-            asked.with_suffix(".tmp").rename(asked)
-            tell(f"{name}: {WISH}")
-        elif time.monotonic() > first[0] + SAME:
-            raise SignalException(f"{name} a second time", sigval=signal.Signals(number))
-
-    before = {number: signal.signal(number, take) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _worker_entry(
