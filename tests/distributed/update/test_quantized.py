@@ -23,7 +23,7 @@ from meshwright.train.optimizer import build_optimizer
 from meshwright.train.schema.optimizer_kinds import QUANTIZED
 from meshwright.train.start.setup import make_setup
 from tests.harness import run_ranks
-from tests.train.runs import tiny_run, write_corpus
+from tests.train.runs import tiny_run, train, write_corpus
 from tests.train.test_groups import goes_on
 
 pytest.importorskip("torchao", reason="pip install 'meshwright[torchao]'")
@@ -133,3 +133,18 @@ def test_the_plan_has_the_bytes_of_the_states(tmp_path: Path, kind: str) -> None
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_a_run_resumes_on_another_layout(tmp_path: Path, kind: str) -> None:
     goes_on(tmp_path, f"optimizer.kind={kind}", "optimizer.lr=0.001", "model.config.hidden_size=128")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_experts_on_several_ranks_learn_as_in_one_process(tmp_path: Path, kind: str) -> None:
+    corpus = write_corpus(tmp_path / "words.jsonl")
+    sizes = "hidden_size: 128, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
+    model = f"model.config={{model_type: mixtral, {sizes}, num_local_experts: 4, vocab_size: 300}}"
+    sets = (model, f"optimizer.kind={kind}", "optimizer.lr=0.001", "training.steps=4")
+    alone, spread = tmp_path / "alone", tmp_path / "spread"
+    for folder in (alone, spread):
+        folder.mkdir()
+    truth = train(tiny_run(alone, corpus, *sets))
+    # The blocks of a rank's experts are those of one process: each expert has a multiple of a block.
+    assert train(tiny_run(spread, corpus, *sets, "layout.ep=2"), 2) == pytest.approx(truth, rel=1e-4)
