@@ -10,6 +10,7 @@ and, over the same ranks, the expert mesh ``(pp, dp_replicate, ep_shard, ep)`` w
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import isqrt, prod
 
 from meshwright.errors import LayoutError, Problems, Refusal, number_of
@@ -251,9 +252,13 @@ class Layout:
 
     def size(self, axis: str) -> int:
         """Size of an axis, of a flattened submesh or of an expert axis."""
-        if axis in FLATTENED:
-            return prod(self.sizes()[part] for part in FLATTENED[axis])
-        return {**self.sizes(), **self.expert_sizes()}[axis]
+        return self._all_sizes[axis]
+
+    @cached_property
+    def _all_sizes(self) -> dict[str, int]:
+        sizes = self.sizes()
+        flattened = {name: prod(sizes[part] for part in parts) for name, parts in FLATTENED.items()}
+        return {**sizes, **self.expert_sizes(), **flattened}
 
     def coordinates(self, rank: int, *, experts: bool = False) -> dict[str, int]:
         """Where a rank stands on each axis of the mesh (or of the expert mesh)."""

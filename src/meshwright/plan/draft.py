@@ -198,7 +198,7 @@ class Draft:
 
     def matched(self, patterns: Iterable[str]) -> list[str]:
         """Return the names of the modules that some patterns match, pattern by pattern; the root is in none."""
-        return [name for pattern in patterns for name in match_names(pattern, self.model.names)]
+        return [name for pattern in patterns for name in self.model.matched(pattern)]
 
     def extended(self, field_name: str, found: Found[Any]) -> "Draft":
         """Return the draft with what a pass found; an empty name stands for no field, where only problems are looked for."""

@@ -13,7 +13,7 @@ from meshwright.models.added_modules import add_modules
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import build_on_meta
 from meshwright.plan.given.closed_choices import PipelineSchedule
-from meshwright.plan.given.names import inside
+from meshwright.plan.given.names import nearest
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
@@ -23,7 +23,7 @@ from meshwright.train.start.setup import RunSetup
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["kinds_of_layers", "layers_of_config", "with_fewer", "world_of"]
+__all__ = ["kinds_of_layers", "layers_of_config", "options_of_fewer", "with_fewer", "world_of"]
 
 
 def kinds_of_layers(plan: ShardingPlan) -> list[int]:
@@ -32,19 +32,15 @@ def kinds_of_layers(plan: ShardingPlan) -> list[int]:
     That the last layer stays gathered after forward does not count: it does so in a run with fewer layers too. The kinds of an
     audit (:func:`meshwright.shrink.kinds.kinds_of`) are finer: a window makes another kind there, but holds the same here.
     """
+    own: dict[str, tuple[list[Any], list[Any]]] = {layer: ([], []) for layer in plan.layers}
+    for row in plan.parameters:
+        if layer := nearest(row.name, own):
+            own[layer][0].append((row.name.removeprefix(layer), row.shape, row.trainable))
+    for unit in plan.units:
+        if layer := unit.name if unit.name in own else nearest(unit.name, own):
+            own[layer][1].append((unit.name.removeprefix(layer), unit.kind, unit.activation_checkpointing, unit.sync))
     kinds: dict[Any, int] = {}
-    found = []
-    for layer in plan.layers:
-        shapes = tuple(
-            (row.name.removeprefix(layer), row.shape, row.trainable) for row in plan.parameters if inside(row.name, layer)
-        )
-        units = tuple(
-            (unit.name.removeprefix(layer), unit.kind, unit.activation_checkpointing, unit.sync)
-            for unit in plan.units
-            if unit.name == layer or inside(unit.name, layer)
-        )
-        found.append(kinds.setdefault((shapes, units), len(kinds)))
-    return found
+    return [kinds.setdefault((tuple(shapes), tuple(units)), len(kinds)) for shapes, units in own.values()]
 
 
 def layers_of_config(setup: RunSetup) -> int:
@@ -69,22 +65,15 @@ def world_of(layout: Layout) -> Layout:
     )
 
 
-def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
-    """Return a run with the first layers of another one, in the smallest world. Its choices are those of the whole run.
-
-    Its optimizer is AdamW for all parameters: what others keep is known in closed form, and torchao's cannot be traced.
-
-    Args:
-        setup: the run.
-        layers: how many layers.
-    """
-    plan, layout = setup.plan, world_of(setup.layout)
-    kept, left = plan.layers[:layers], plan.layers[layers:]
+def options_of_fewer(setup: RunSetup, layers: int) -> ParallelOptions:
+    """Return the options of the plan of a run with the first layers of another one: its choices, written out layer by layer."""
+    plan = setup.plan
+    kept, left = plan.layers[:layers], frozenset(plan.layers[layers:])
 
     def stays(name: str) -> bool:
-        return not any(name == layer or inside(name, layer) for layer in left)
+        return name not in left and not nearest(name, left)
 
-    options = replace(
+    return replace(
         plan.options,
         sync=plan.unit(ROOT).sync,
         sync_units={unit.name: unit.sync for unit in plan.units if unit.name != ROOT and not unit.part_of and stays(unit.name)},
@@ -102,13 +91,24 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         pipeline_cuts=(),
         runs_per_step=1,
     )
-    run = setup.config
+
+
+def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
+    """Return a run with the first layers of another one, in the smallest world. Its choices are those of the whole run.
+
+    Its optimizer is AdamW for all parameters: what others keep is known in closed form, and torchao's cannot be traced.
+
+    Args:
+        setup: the run.
+        layers: how many layers.
+    """
+    layout, run = world_of(setup.layout), setup.config
     model = build_on_meta(
         run.model, _config(setup, layers), adapter=run.adapter, param_dtype=run.parallel.param_dtype, planning=True
     )
     spec = get_parallelization_strategy(model).spec(model, setup.config.parallel.param_dtype)
     spec = add_modules(spec, model, setup.objective.added, setup.objective.module_runs)
-    small = resolve(spec, model, layout, options)
+    small = resolve(spec, model, layout, options_of_fewer(setup, layers))
     config = run.model_copy(update={"optimizer": run.optimizer.as_adamw.model_copy(update={"groups": []})})
     return RunSetup(config, layout, model, spec, small, setup.objective)
 

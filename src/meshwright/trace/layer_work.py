@@ -96,7 +96,7 @@ class LayerWork:
         """Read the work from traces: a layer's is by how much that of one more layer is larger."""
         kinds, first = traces.kinds, traces.first
         layers, forward = {}, {}
-        whole = _microbatch_work(traces.of(first)[0])
+        whole = _microbatch_work(traces.of(first).step)
         names = dict(zip(traces.setup.plan.layers, kinds, strict=True))
         if first == len(kinds):  # all of them were traced, and count alike
             each, own = ({kind: value / first for kind, value in work.items()} for work in (_sum(whole), whole[FORWARD]))
@@ -107,7 +107,7 @@ class LayerWork:
         for kind in set(kinds):
             # A kind that only the first layers have counts as that of the next one.
             place = kinds.index(kind, first) if kind in kinds[first:] else min(first, len(kinds) - 1)
-            more, fewer = (_microbatch_work(traces.of(number)[0]) for number in (place + 1, place))
+            more, fewer = (_microbatch_work(traces.of(number).step) for number in (place + 1, place))
             forward[kind] = _difference(more[FORWARD], fewer[FORWARD])
             layers[kind] = _difference(_sum(more), _sum(fewer))
         rest = _sum(whole)

@@ -19,9 +19,10 @@ from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
 from meshwright.plan.cost.price import Totals, totals, totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.states import orthogonalised
-from meshwright.trace.fewer import kinds_of_layers, layers_of_config, with_fewer
+from meshwright.trace.fewer import kinds_of_layers, layers_of_config
 from meshwright.trace.live import Kind
-from meshwright.trace.step import LOSS, UPDATE, StepTrace, trace_step
+from meshwright.trace.step import LOSS, UPDATE
+from meshwright.trace.store import SmallTrace, TraceStore
 from meshwright.train.start.setup import RunSetup
 
 __all__ = ["MemoryForecast", "Traces", "forecast_memory"]
@@ -62,12 +63,14 @@ class Traces:
         setup: the run.
         device: whether kernels keep what they keep on a device, and not what they keep on a CPU.
         load: tokens that the experts of the fullest rank of ``ep`` get, over an even share.
+        store: where traces come from; ``None``: one of its own.
     """
 
     setup: RunSetup
     device: bool = True
     load: float = 1.0
-    made: dict[int, tuple[StepTrace, ShardingPlan]] = field(default_factory=dict)
+    store: TraceStore | None = None
+    made: dict[int, SmallTrace] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -82,21 +85,22 @@ class Traces:
         least = max(LEAST, 1 + max(self.kinds.index(kind) for kind in set(self.kinds)))
         return least if least + 1 < len(self.kinds) else len(self.kinds)
 
-    def of(self, layers: int) -> tuple[StepTrace, ShardingPlan]:
-        """Return the trace of the first layers, and its plan."""
+    def of(self, layers: int) -> SmallTrace:
+        """Return the trace of the first layers."""
         if layers not in self.made:
-            small = with_fewer(self.setup, layers)
-            self.made[layers] = (trace_step(small, device=self.device, load=self.load), small.plan)
+            if self.store is None:
+                self.store = TraceStore(self.setup)
+            self.made[layers] = self.store.get(self.setup, layers, device=self.device, load=self.load)
         return self.made[layers]
 
     def moments(self, layers: int) -> dict[str, Counter[Kind]]:
         """Return the moments under names that do not depend on the number of layers."""
-        trace, plan = self.of(layers)
-        few = min(2, len(plan.layers))
-        names = {plan.layers[place]: f"backward of layer {place}" for place in range(few)}
+        trace = self.of(layers)
+        few = min(2, len(trace.layers))
+        names = {trace.layers[place]: f"backward of layer {place}" for place in range(few)}
         whole = len(self.setup.plan.layers)
-        names |= {plan.layers[-place]: f"backward of layer {whole - place}" for place in range(few, 0, -1)}
-        return {names.get(name, name): Counter(dict(held)) for name, held in trace.moments.items()}
+        names |= {trace.layers[-place]: f"backward of layer {whole - place}" for place in range(few, 0, -1)}
+        return {names.get(name, name): Counter(dict(held)) for name, held in trace.step.moments.items()}
 
 
 def forecast_memory(setup: RunSetup, traces: Traces | None = None) -> MemoryForecast:
@@ -114,16 +118,14 @@ def forecast_memory(setup: RunSetup, traces: Traces | None = None) -> MemoryFore
     moments, slopes = traces.moments(first), _slopes(traces, kinds, first)
     if setup.plan.stages:
         return _stage_memory(setup, traces, first, kinds, slopes)
-    trace, small = traces.of(first)
-    more = Counter(kinds[first:])
-    shards, shards_of_trace = totals(setup.plan), totals(small)
+    trace, more, shards = traces.of(first), Counter(kinds[first:]), totals(setup.plan)
     best: MemoryForecast | None = None
     for name, held in moments.items():
         grown = Counter(held)
         for kind, times in more.items():
             for part, slope in slopes[kind].get(name, Counter()).items():
                 grown[part] += times * slope
-        parts = _parts(grown, shards, shards_of_trace, trace) | {"update": _held_in_update(setup.plan) if name == UPDATE else 0}
+        parts = _parts(grown, shards, trace) | {"update": _held_in_update(setup.plan) if name == UPDATE else 0}
         found = MemoryForecast(name, parts, tuple(sorted(traces.made)))
         best = found if best is None or found.peak > best.peak else best
     assert best is not None
@@ -144,10 +146,10 @@ def _minus(more: Counter[Kind], fewer: Counter[Kind]) -> Counter[Kind]:
     return Counter({part: more[part] - fewer[part] for part in more.keys() | fewer.keys()})
 
 
-def _parts(held: Counter[Kind], shards: Totals, shards_of_trace: Totals, trace: StepTrace) -> dict[str, int]:
+def _parts(held: Counter[Kind], shards: Totals, trace: SmallTrace) -> dict[str, int]:
     """Return the parts of a moment, with the shards of the whole run in place of those of a trace."""
-    reduced = held[Kind.REDUCED] / max(1, shards_of_trace.gradient_bytes)
-    buffers = trace.state - shards_of_trace.parameter_bytes - shards_of_trace.optimizer_bytes
+    reduced = held[Kind.REDUCED] / max(1, trace.gradient_bytes)
+    buffers = trace.step.state - trace.parameter_bytes - trace.optimizer_bytes
     return {
         "parameters": shards.parameter_bytes,
         "optimizer": shards.optimizer_bytes,
@@ -172,7 +174,7 @@ def _stage_memory(
     """Return the forecast for the rank of `pp` that holds the most."""
     plan = setup.plan
     kind_of = dict(zip(plan.layers, kinds, strict=True))
-    trace, small = traces.of(first)
+    trace = traces.of(first)
     moments, traced_layers = traces.moments(first), Counter(kinds[:first])
     alive = replay_of_plan(plan).alive
     kept = {kind: max(0, slope[LOSS][Kind.ACTIVATIONS]) for kind, slope in slopes.items()}
@@ -182,7 +184,7 @@ def _stage_memory(
     backward = max(
         (held[Kind.ACTIVATIONS] - layers for name, held in moments.items() if name not in (LOSS, UPDATE, "forward")), default=0
     )
-    buffers = max(0, trace.state - totals(small).parameter_bytes - totals(small).optimizer_bytes)
+    buffers = max(0, trace.step.state - trace.parameter_bytes - trace.optimizer_bytes)
     best: MemoryForecast | None = None
     for rank in range(plan.layout.size("pp")):
         stages, shards = stages_of_rank(plan, rank), totals_of_rank(plan, rank)

@@ -1,7 +1,7 @@
 """Does a run fit into its devices, by how much, and if not, what would make it fit."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
@@ -9,7 +9,7 @@ from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
 from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.train.config import RunConfig
-from meshwright.train.start.setup import RunSetup, make_setup
+from meshwright.train.start.setup import RunSetup, change_setup
 from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
 
 __all__ = ["Change", "Verdict", "judge"]
@@ -86,9 +86,9 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
         if len(found) == PROPOSED:
             break
         try:
-            changed = make_setup(_with(setup.config, overrides), setup.layout.world_size, planning=True)
+            changed = change_setup(setup, _with(setup.config, overrides), setup.layout.world_size)
             changed = changed if setup.teacher is None else with_teacher(changed)
-            other = _verdict(forecast_memory(changed, Traces(changed, load=traces.load)), hardware, changed)
+            other = _verdict(forecast_memory(changed, replace(traces, setup=changed, made={})), hardware, changed)
         except MeshwrightError:  # the change is illegal for this run
             continue
         change = Change(tuple(f"{key}={_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)

@@ -1,8 +1,8 @@
 """The traces of a causal language model of transformers: each question has a module of its own beside this one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.models.reading.context import trace_attentions
 from meshwright.models.reading.fused_matrices import trace_fused
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelTraces"]
 
+T = TypeVar("T")
+
 
 class ModelTraces(Traces):
     """Calls a model without values, once for each question that is asked. The model is not changed.
@@ -36,6 +38,15 @@ class ModelTraces(Traces):
 
     def __init__(self, model: "PreTrainedModel", experts: Sequence[ExpertsRule] = (), *, counts_runs: bool = True) -> None:
         self.model, self.experts, self.counts_runs = model, experts, counts_runs
+        self._found: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def _once(self, question: str, layers: Sequence[str], trace: Callable[..., T]) -> T:
+        """Return what a trace finds for some layers. It is made once: one model is planned for many layouts."""
+        key = (question, tuple(layers))
+        if key not in self._found:
+            self._found[key] = trace(self.model, layers, self.experts)
+        found: T = self._found[key]
+        return found
 
     @cached_property
     def attentions(self) -> Attentions:
@@ -58,16 +69,16 @@ class ModelTraces(Traces):
 
     def stages(self, layers: Sequence[str]) -> StageFacts:
         """See :func:`~meshwright.models.reading.pipeline.trace_stages`."""
-        return trace_stages(self.model, layers, self.experts)
+        return self._once("stages", layers, trace_stages)
 
     def regions(self, layers: Sequence[str]) -> RegionFacts:
         """See :func:`~meshwright.models.reading.tensor.regions.trace_regions`."""
-        return trace_regions(self.model, layers, self.experts)
+        return self._once("regions", layers, trace_regions)
 
     def pairs(self, layers: Sequence[str]) -> Pairs:
         """See :func:`~meshwright.models.reading.tensor.pairs.trace_pairs`."""
-        return trace_pairs(self.model, layers, self.experts)
+        return self._once("pairs", layers, trace_pairs)
 
     def fused(self, layers: Sequence[str]) -> Mapping[str, Apart]:
         """See :func:`~meshwright.models.reading.fused_matrices.trace_fused`."""
-        return trace_fused(self.model, layers, self.experts)
+        return self._once("fused", layers, trace_fused)

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout import ModelSizes
 from meshwright.plan.given.hidden_argument import HIDDEN, forward_of, hidden_argument
-from meshwright.plan.given.names import holder_of, inside
+from meshwright.plan.given.names import holder_of, inside, match_names
 from meshwright.plan.given.norms import is_norm
 from meshwright.plan.given.options import NF4
 from meshwright.plan.given.parameter_storage import is_transposed, names_of_parameters
@@ -131,6 +131,16 @@ class Inspection:
     def names(self) -> list[str]:
         """Names of all modules but the root."""
         return [name for name in self.modules if name]
+
+    @cached_property
+    def _matched(self) -> dict[str, list[str]]:
+        return {}
+
+    def matched(self, pattern: str) -> list[str]:
+        """Return the names of the modules that a pattern matches, in model order; the root is not one of them."""
+        if pattern not in self._matched:
+            self._matched[pattern] = match_names(pattern, self.names)
+        return self._matched[pattern]
 
     @cached_property
     def parameter_of(self) -> dict[str, ParameterFacts]:

@@ -91,7 +91,7 @@ def claim_of(setup: RunSetup) -> Claim:
     """Return the claim that a run relies on."""
     plan, moe = setup.plan, setup.config.moe
     balance = [name for name, value in (("loss", moe.aux_loss), ("bias", moe.bias_update_rate)) if value]
-    choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": _objective(setup)}
+    choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": objective_digest(setup)}
     if theirs := [part for part in setup.config.callbacks if part.use not in OWN]:
         code = _foreign_code(sorted({part.use.partition(":")[0] for part in theirs if ":" in part.use}))
         choices["callbacks"] = _digest([[[part.use, part.arguments] for part in theirs], code])
@@ -111,7 +111,7 @@ def claim_of(setup: RunSetup) -> Claim:
     )
 
 
-def _objective(setup: RunSetup) -> str:
+def objective_digest(setup: RunSetup) -> str:
     """Return what an objective is: its class; of one of the user's its name, its arguments and a digest of its code."""
     kind, part = getattr(setup.objective, "kind", type(setup.objective)), setup.config.training.objective
     if f"{kind.__module__}.".startswith("meshwright."):

@@ -68,9 +68,10 @@ def code_digest(concerns: Collection[str], strategy: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def package_digest() -> str:
-    """Return the digest of all files that carry some plan out."""
-    text = "\n".join(f"{path} {digest}" for path, digest in sorted(_digests().items()) if path.startswith(_COUNTS))
+def package_digest(*more: str) -> str:
+    """Return the digest of all files that carry some plan out, and of those whose paths begin with one of ``more``."""
+    begins = (*_COUNTS, *more)
+    text = "\n".join(f"{path} {digest}" for path, digest in sorted(_digests().items()) if path.startswith(begins))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 

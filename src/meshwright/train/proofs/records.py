@@ -109,13 +109,16 @@ class Record:
 # -- the records of a user ----------------------------------------------------------------------------------------------------
 
 
-def _directory() -> Path:
-    """The directory of records in the user's cache directory.
+def cache_directory(of: str) -> Path:
+    """Return a directory in the user's cache directory.
 
     By the XDG Base Directory Specification (freedesktop.org), ``XDG_CACHE_HOME`` counts only if it is an absolute path.
+
+    Raises:
+        RuntimeError: the user has no home directory.
     """
     directory = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(directory) if directory.startswith("/") else Path.home() / ".cache") / "meshwright" / "audits"
+    return (Path(directory) if directory.startswith("/") else Path.home() / ".cache") / "meshwright" / of
 
 
 def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
@@ -128,7 +131,7 @@ def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
     """
     content = json.dumps({**asdict(entry), "claim": asdict(claim)}, indent=1)
     try:
-        directory = _directory()
+        directory = cache_directory("audits")
         directory.mkdir(parents=True, exist_ok=True)
         # Written to a unique file and renamed: of two audits that end at the same time, one record remains, complete.
         temporary = directory / f"{uuid.uuid4().hex}.tmp"
@@ -161,7 +164,7 @@ def read_records(claim: Claim, say: Callable[[str], None]) -> list[Record]:
     names = {item.name for item in fields(Record)}
     for dtype in ARITHMETICS:
         try:
-            path = _directory() / f"{claim.key}-{dtype}.json"
+            path = cache_directory("audits") / f"{claim.key}-{dtype}.json"
             content = json.loads(path.read_text())
             entry = Record(**{name: content[name] for name in names})
             if wrong := [name for name, kind in _KINDS.items() if not isinstance(getattr(entry, name), kind)]:

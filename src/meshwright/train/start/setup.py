@@ -4,24 +4,26 @@
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PartError, PlanError, UnsupportedError, during
-from meshwright.layout import Layout, divisors
+from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError, during
+from meshwright.layout import Layout
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
-from meshwright.train.start.limits import length_problems, vocabulary_problems
+from meshwright.train.start.limits import vocabulary_problems
 from meshwright.train.start.run_files import Paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from meshwright.models.objective import Objective
+    from meshwright.plan.given.inspection import Inspection
 
 __all__ = [
     "RunSetup",
+    "change_setup",
     "describe_model",
     "describe_run",
     "make_setup",
@@ -55,6 +57,7 @@ class RunSetup:
         plan: what every rank will hold and send.
         objective: what the model is trained to do.
         teacher: the model that it learns from, on the same ranks; ``None``: there is none, or it was not asked for.
+        facts: the facts of the model that the plan was made from; ``None``: it was made from the model.
     """
 
     config: RunConfig
@@ -64,6 +67,7 @@ class RunSetup:
     plan: ShardingPlan
     objective: "Objective"
     teacher: "RunSetup | None" = None
+    facts: "Inspection | None" = field(default=None, compare=False, repr=False)
 
     @property
     def paths(self) -> Paths:
@@ -115,105 +119,51 @@ def make_setup(
     Raises:
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found independently of each other.
     """
-    from meshwright.data.rows.columns import ROUTED_EXPERTS
-    from meshwright.distributed.experts.balance import refusals
-    from meshwright.distributed.experts.router_replay import replay_refusals
     from meshwright.models.added_modules import add_modules
-    from meshwright.models.objective import PRECOMPUTED, NextToken
-    from meshwright.objectives.call import named, passes_before
-    from meshwright.objectives.layouts import layout_problems
-    from meshwright.objectives.references import reference_problems
-    from meshwright.plan.given.inspection import model_sizes
-    from meshwright.plan.resolver import resolve
-    from meshwright.train.optimizer import update_rules
-    from meshwright.train.run_objective import make_objective
-    from meshwright.train.start.part_checks import problems_of_parts
+    from meshwright.models.objective import PRECOMPUTED
+    from meshwright.objectives.call import passes_before
+    from meshwright.plan.given.inspection import inspect_model
+    from meshwright.train.start.run_plan import check_run, plan_run
 
     spec, model = described or describe_model(config, tokenizer, planning=planning)
-    problems: list[MeshwrightError] = []
-    microbatches = 1
-    layout, sizes = config.layout.layout(), model_sizes(spec, model)
-    if sizes.kv_groups and sizes.heads and sizes.kv_heads and sizes.heads % sizes.kv_heads:
-        problems.append(
-            ConfigError(
-                "model.config.heads",
-                f"{config.model.path or 'model.config'}: {spec.sizes['kv_heads']}={sizes.kv_heads} does not divide "
-                f"{spec.sizes['heads']}={sizes.heads}; legal are {', '.join(map(str, divisors(sizes.heads)))}",
-            )
-        )
-    try:
-        layout = layout.resolve(world_size, sizes)
-        microbatches = microbatches_per_step(config, layout)
-    except (LayoutError, ConfigError) as error:
-        problems.append(error)
-    if config.parallel.activation_checkpointing_save:
-        from meshwright.distributed.memory.activation_checkpointing import find_operators
-
-        try:
-            find_operators(config.parallel.activation_checkpointing_save)
-        except PlanError as error:
-            problems.append(error)
-    objective: Objective = NextToken()
-    try:
-        objective = make_objective(config, model, objective_given)
-    except (ConfigError, PartError) as error:
-        problems.append(error)
-    problems.extend(map(ConfigError, layout_problems(objective, layout, config.data.packing)))
-    if unfit := reference_problems(objective, config.adapter):
-        problems.append(ConfigError(unfit))
-    problems.extend(problems_of_parts(config))
-    problems.extend(length_problems(config, model))
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        problems.append(
-            ConfigError(
-                "model.config.router_loss",
-                "model.config.output_router_logits=true: transformers' auxiliary loss of the router is no part of the training "
-                "loss; the legal value is false; for a balance loss, set its coefficient moe.aux_loss",
-            )
-        )
-    if tokenizer is not None:
-        problems.extend(vocabulary_problems(config, model, len(tokenizer)))
-    if problems:
-        raise together(problems)
-    options = config.parallel.options(microbatches)
-    freeze, decay = (*options.freeze, *objective.frozen), config.optimizer
-    groups = tuple((one.match, one.share(decay.lr), one.lr_decay, one.weight_decay, decay.others(one)) for one in decay.groups)
-    options = replace(options, freeze=freeze, decay=tuple(decay.decay), no_decay=tuple(decay.no_decay), groups=groups)
-    options = replace(options, updates=update_rules(decay))
-    tokens, experts = _tokens(config, layout, model)
-    options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packed)
-    options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)
-    if objective.whole_logits and layout.size("tp") > 1:
-        if options.loss_parallel:
-            words = f"objective {named(objective)} needs the logits of all words; legal are false and null"
-            raise ConfigError("objective.layout", f"parallel.loss_parallel=true: {words}")
-        options = replace(options, loss_parallel=False)
-    if not objective.chunks:
-        if options.loss_chunks:
-            words = f"training.objective={objective.name} has its own way from logits to losses; the legal value is 0"
-            raise ConfigError("loss.chunks", f"parallel.loss_chunks={options.loss_chunks}: {words}")
-        options = replace(options, loss_chunks=0)
-    gathers, reductions, sums = objective.collectives
-    options = replace(options, objective_gathers=gathers, objective_reductions=reductions, objective_sums=sums)
+    layout, objective = check_run(config, world_size, spec, model, tokenizer, objective_given=objective_given)
     if objective.without_head:
         spec = replace(spec, uses_all_parameters=False)
     spec = add_modules(spec, model, objective.added, objective.module_runs)
     more = [f"{EACH_STEP}: {one.what}" for one in passes_before(objective)] + [REMARK] * (objective.reference == PRECOMPUTED)
     spec = replace(spec, remarks=(*spec.remarks, *more))
-    plan = resolve(spec, model, layout, options)
-    refused = refusals(
-        plan,
-        aux_loss=config.moe.aux_loss or 0.0,
-        bias_update_rate=config.moe.bias_update_rate or 0.0,
-        uncounted=objective.uncounted,
-    )
-    if (routes := config.data.values.get(ROUTED_EXPERTS)) is not None:
-        routers, traces = {row.router: row.experts for row in plan.experts}, spec.traces
-        choices = (lambda: traces(model).choices(routers)) if traces is not None else dict
-        refused += replay_refusals(plan, routes.width or 0, choices, objective.uncounted)
-    if refused:
-        raise ConfigError(refused)
-    return RunSetup(config, layout, model, spec, plan, objective)
+    facts = inspect_model(spec, model)
+    plan = plan_run(config, layout, spec, model, facts, objective)
+    return RunSetup(config, layout, model, spec, plan, objective, facts=facts)
+
+
+_LOOKED_AT = ("activation_checkpointing", "activation_checkpointing_layers", "compile", "output_dtype")
+"""Keys of `parallel` that an objective may look at."""
+
+
+def change_setup(setup: RunSetup, config: RunConfig, world_size: int) -> RunSetup:
+    """Return a run of the same model with another layout or other choices. It is checked as a run is, and its model is shared.
+
+    Args:
+        setup: the run; its model is on the meta device still, and nothing was parallelized.
+        config: its configuration, with other values in the sections ``layout``, ``parallel`` (but not the dtype of
+            parameters), ``training`` and ``optimizer``.
+        world_size: number of ranks.
+
+    Raises:
+        MeshwrightError: as :func:`make_setup`.
+    """
+    from meshwright.plan.given.inspection import inspect_model
+    from meshwright.train.start.run_plan import check_run, plan_run
+
+    same = all(getattr(setup.config.parallel, name) == getattr(config.parallel, name) for name in _LOOKED_AT)
+    known = setup.objective if same else None
+    layout, objective = check_run(config, world_size, setup.spec, setup.model, known_objective=known)
+    if config.adapter is not None:
+        spec_of_run(config, setup.model)  # it may refuse a pipeline
+    facts = setup.facts or inspect_model(setup.spec, setup.model)
+    plan = plan_run(config, layout, setup.spec, setup.model, facts, objective)
+    return replace(setup, config=config, layout=layout, plan=plan, objective=objective, teacher=None, facts=facts)
 
 
 def with_tokenizer(draft: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> RunSetup:
@@ -298,16 +248,6 @@ def spec_of_run(config: RunConfig, model: "PreTrainedModel") -> ParallelSpec:
                 )
             spec = replace(spec, units=(*spec.units, unit_of_adapters(model)))
     return spec
-
-
-def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:
-    """Return the tokens of a microbatch on a rank, and the experts per token; the bytes of activations depend on both."""
-    multiple = config.parallel.options(1).sequence_multiple(layout)
-    length = -(-config.data.sequence_length // multiple) * multiple // layout.size("cp")
-    text = model.config.get_text_config()
-    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-    experts = next((number for name in names if isinstance(number := getattr(text, name, None), int)), None)
-    return config.training.microbatch_size * length, experts
 
 
 def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:

@@ -7,7 +7,7 @@ must agree on (slices of the sequence at a cut, tied weights, dtypes, decay) is 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from math import inf, prod
 
@@ -17,7 +17,7 @@ from meshwright.plan.axes.data.units import gathered_in_backward
 from meshwright.plan.draft import Draft, Found, Stages
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.given.cut_points import StageFacts
-from meshwright.plan.given.names import within
+from meshwright.plan.given.names import nearest, within
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.result.program import Action, Cut, Freeze, Pack, Prefetch, Slice, Wrap
 from meshwright.plan.result.rows import StageRow
@@ -92,7 +92,7 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
     if draft.problems or problems:
         return Found(none, problems)
     costs, sizes = _costs(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
-    begins = (0, *(cuts or _least(costs, sizes, count)))
+    begins = (0, *(cuts or _least(tuple(costs), tuple(sizes), count)))
     total = sum(costs)
     rows = tuple(
         StageRow(index, _rank_of(index, pp, schedule), tuple(layers[begin:end]), sum(costs[begin:end]) / total)
@@ -106,7 +106,7 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
         if sides is not None:
             places = [0 if side == "first" else count - 1 for side in sides]
         else:
-            places = [next(index for layer, index in last.items() if within(parameter.name, [layer]))]
+            places = [last[nearest(parameter.name, last)]]
         holding[parameter.name] = tuple(places)
     return Found(Stages(rows, cut, holding), problems)
 
@@ -163,12 +163,11 @@ def _costs(
     costs, sizes = [0.0] * len(layers), [0] * len(layers)
     place = {name: index for index, name in enumerate(layers)}
     for row in draft.parameters:
-        inside = next((index for name, index in place.items() if within(row.name, [name])), None)
+        inside = place.get(nearest(row.name, place))
         elements = prod(row.shape)
         active = float(elements if len(row.shape) > 1 else 0)
-        for module, experts in mixtures.items():
-            if within(row.name, [module]) and draft.options.experts_of_token:
-                active *= min(1.0, draft.options.experts_of_token / experts)
+        if draft.options.experts_of_token and (experts := mixtures.get(nearest(row.name, mixtures))):
+            active *= min(1.0, draft.options.experts_of_token / experts)
         if inside is not None:
             costs[inside] += active
             sizes[inside] += elements
@@ -181,7 +180,8 @@ def _costs(
     return costs, sizes
 
 
-def _least(costs: Sequence[float], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)  # many layouts of a model have the same stages
+def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
     """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements."""
     count = len(costs)
     cost_before, size_before = list(accumulate(costs, initial=0.0)), list(accumulate(sizes, initial=0))
@@ -291,10 +291,10 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
     if not plan.stages:
         return plan
     cut = next(action for action in plan.program if isinstance(action, Cut))
-    others = elsewhere(plan, stages)
+    others = frozenset(elsewhere(plan, stages))
 
     def here(module: str) -> bool:
-        return not within(module, others)
+        return module not in others and not nearest(module, others)
 
     parameters = tuple(row for row in plan.parameters if set(row.stages) & set(stages))
     names = {name for row in parameters for name in (row.name, *row.aliases)}

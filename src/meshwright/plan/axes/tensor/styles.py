@@ -114,9 +114,11 @@ def styles_of_parameters(
     styles: dict[str, str] = {}
     names = {canonical(name): parameter.name for parameter in parameters for name in parameter.names}
     module_styles: dict[str, str] = {}
+    holders = list(dict.fromkeys(map(holder_of, names)))
     for pattern, style in patterns.items():
-        exactly = [own for name, own in names.items() if match_names(pattern, [name])]
-        inside = [own for name, own in names.items() if match_names(pattern, [holder_of(name)])]
+        exactly = [names[name] for name in match_names(pattern, names)]
+        matched = set(match_names(pattern, holders))
+        inside = [own for name, own in names.items() if holder_of(name) in matched]
         if not exactly and not inside and style in STYLES:  # an unknown style is refused by itself, where tp > 1
             problems.add("plan.pattern", f"{where} pattern {pattern!r} matches no parameter")
         for name in exactly:
