@@ -132,7 +132,8 @@ def floor(device: torch.device, pp: int, schedule: str, microbatches: int) -> di
 
     from meshwright.distributed.comm_counter import CommCounter
     from meshwright.distributed.pipeline.cut import crossing_of, cut_model
-    from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
+    from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+    from meshwright.plan.axes.pipeline.stage_rows import on_stages
 
     model = of_config()
     plan = plan_of(model, pp, schedule, microbatches)

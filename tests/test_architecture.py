@@ -32,6 +32,7 @@ FLOORS = (
     {"shrink", "nemo"},
     {"moe"},
     {"audit", "trace"},
+    {"search"},
     {"cli", "from_python"},
     {"__main__"},
 )

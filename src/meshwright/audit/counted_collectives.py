@@ -9,7 +9,8 @@ from meshwright.audit.result import RankResult
 from meshwright.layout import Layout
 from meshwright.plan.axes.context import context_counts
 from meshwright.plan.axes.experts import expert_parallel_counts
-from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_counts, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import pipeline_counts, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.cost.activation_traffic import objective_counts
 from meshwright.plan.cost.price import totals_of_rank

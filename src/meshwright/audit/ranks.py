@@ -29,7 +29,8 @@ from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.memory.nf4 import dequantize, is_packed
 from meshwright.distributed.mesh import whole_tensor
 from meshwright.distributed.pipeline.stage_parts import models_of
-from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import elsewhere, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.given.names import within
 from meshwright.plan.result.border_places import first_microbatch, portion_of_rank
 from meshwright.train.engine.runner import Batch, Sums
@@ -44,8 +45,7 @@ class ComparingRunner(NotingRunner):
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
         """Run the microbatches of a step, as a run does."""
-        trainer = self.trainer
-        generators = trainer.generators()
+        trainer, generators = self.trainer, self.trainer.generators()
         trainer.note_sequences([whole_sequences(batch, trainer.setup.plan, trainer.mesh) for batch in batches])
         if trainer.step == 0:
             trainer.result.evaluating = modules_in_evaluation(trainer.model)

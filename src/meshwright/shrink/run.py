@@ -43,7 +43,8 @@ from meshwright.shrink.patterns import (
 from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_config
 from meshwright.train.config import RunConfig
 from meshwright.train.run_objective import make_objective
-from meshwright.train.start.setup import microbatches_per_step, vocabulary_defaults
+from meshwright.train.start.run_plan import microbatches_per_step
+from meshwright.train.start.setup import vocabulary_defaults
 from meshwright.user_code import import_modules
 
 if TYPE_CHECKING:

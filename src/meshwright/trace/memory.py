@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.plan.axes.pipeline.replay import replay_of_plan
-from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.price import Totals, totals, totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.states import orthogonalised
 from meshwright.trace.fewer import kinds_of_layers, layers_of_config
+from meshwright.trace.kept_traces import SmallTrace, TraceStore
 from meshwright.trace.live import Kind
 from meshwright.trace.step import LOSS, UPDATE
-from meshwright.trace.store import SmallTrace, TraceStore
 from meshwright.train.start.setup import RunSetup
 
 __all__ = ["MemoryForecast", "Traces", "forecast_memory"]
@@ -188,7 +189,7 @@ def _stage_memory(
     best: MemoryForecast | None = None
     for rank in range(plan.layout.size("pp")):
         stages, shards = stages_of_rank(plan, rank), totals_of_rank(plan, rank)
-        own = [sum(kept.get(kind_of[name], widest) for name in on_stages(plan, [stage]).layers) for stage in stages]
+        own = [sum(kept.get(kind_of[name], widest) for name in rows_on_stages(plan, [stage]).layers) for stage in stages]
         last = len(plan.stages) - 1 in stages
         loss_bytes = moments[LOSS]
         works = max(0, backward, loss_bytes[Kind.ACTIVATIONS] - layers if last else 0)
@@ -203,7 +204,7 @@ def _stage_memory(
             "communication": shards.receive_buffer_bytes + max(held[Kind.COMMUNICATION] for held in moments.values()),
             "buffers": buffers,
         }
-        update = {**dict.fromkeys(parts, 0), "update": _held_in_update(on_stages(plan, stages))}
+        update = {**dict.fromkeys(parts, 0), "update": _held_in_update(rows_on_stages(plan, stages))}
         update |= {name: parts[name] for name in ("parameters", "optimizer", "gradients", "buffers")}
         for moment, own_parts in (("with most microbatches alive", parts), (UPDATE, update)):
             found = MemoryForecast(moment, own_parts, tuple(sorted(traces.made)), rank)

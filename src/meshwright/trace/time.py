@@ -13,7 +13,8 @@ from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
-from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
@@ -103,7 +104,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
             seconds = collective_seconds(layout, hardware, item.axis, item.kind, item.calls, item.size)
             load = traces.load if item.kind == "all_to_all" and item.axis == "ep" else 1.0
             parts[item.axis] = parts.get(item.axis, 0.0) + load * seconds
-    own = on_stages(plan, stages_of_rank(plan, rank))
+    own = rows_on_stages(plan, stages_of_rank(plan, rank))
     speeds = Speeds(peak * reached, hardware.fp32_tflops * reached * 1e12, bandwidth)
     if ring := exposed_of_ring(own, setup.config.data.sequence_length, speeds, price):
         parts["cp"] = parts.get("cp", 0.0) + ring
@@ -112,7 +113,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         parts["bubble"], parts["pp"] = waits_of_pipeline(plan, rank, sum(parts.values()), price)
     parts["data ranks"] = 0.0
     for one in stages_of_rank(plan, rank):
-        stage = on_stages(plan, [one])
+        stage = rows_on_stages(plan, [one])
         kinds = {name: kind for name, kind in whole.kinds.items() if name in stage.layers}
         both = {name: sum(spent(whole.layers[kind]).values()) for name, kind in kinds.items()}
         ahead = {name: sum(spent(whole.forward[kind]).values()) for name, kind in kinds.items()}
@@ -172,7 +173,7 @@ def _teacher(setup: RunSetup, hardware: Hardware) -> dict[str, float]:
             seconds = collective_seconds(plan.layout, hardware, item.axis, item.kind, item.calls, item.size)
             load = traces.load if item.kind == "all_to_all" and item.axis == "ep" else 1.0
             parts[item.axis] = parts.get(item.axis, 0.0) + share * load * seconds / 2
-    own = on_stages(plan, stages_of_rank(plan, rank))
+    own = rows_on_stages(plan, stages_of_rank(plan, rank))
     speeds = Speeds(rates.peak * rates.reached, hardware.fp32_tflops * rates.reached * 1e12, rates.bandwidth)
     if ring := exposed_of_ring(own, setup.config.data.sequence_length, speeds, price):
         parts["cp"] = parts.get("cp", 0.0) + share * ring / 3

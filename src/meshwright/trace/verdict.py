@@ -12,7 +12,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, change_setup
 from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
 
-__all__ = ["Change", "Verdict", "judge"]
+__all__ = ["ALLOCATOR", "Change", "Verdict", "fit", "judge"]
 
 ALLOCATOR = 0.15
 """What torch's allocator adds to all but the state, for rounding and fragments. Fitted on two rows of torchtitan's table of
@@ -96,6 +96,11 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
     worse = sorted((change for change in worse if change.peak_bytes < verdict.peak_bytes), key=lambda change: change.peak_bytes)
     changes = (*found, *worse[: PROPOSED - len(found)])
     return Verdict(**{**vars(verdict), "changes": changes})
+
+
+def fit(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> Verdict:
+    """Return whether a run fits into devices, without changes that would make it fit. See :func:`judge`."""
+    return _verdict(forecast_memory(setup, traces), hardware, setup)
 
 
 def _verdict(forecast: MemoryForecast, hardware: Hardware, setup: RunSetup) -> Verdict:

@@ -60,7 +60,7 @@ def operations_of_step(setup: RunSetup) -> float | None:
         return None
     plan, training, length = setup.plan, setup.config.training, setup.config.data.sequence_length
     trained = frozenset(row.name for row in plan.parameters if row.trainable)
-    model = inspect_model(setup.spec, setup.model)
+    model = setup.facts or inspect_model(setup.spec, setup.model)
     operations = operations_of_token(model, setup.spec, length, plan.options.experts_of_token, trained)
     return operations * training.global_batch_size * length
 

@@ -21,7 +21,8 @@ from meshwright.models.objective import Objective
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import materialize
 from meshwright.models.weights.initial_values import derive_seed
-from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import elsewhere, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.callbacks.hooks import Callbacks
 from meshwright.train.config import RunConfig

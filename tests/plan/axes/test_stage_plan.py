@@ -8,7 +8,8 @@ import pytest
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
-from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, on_stages, pipeline_counts, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, pipeline_counts, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.cost.price import totals, totals_of_rank
 from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.given.options import ParallelOptions

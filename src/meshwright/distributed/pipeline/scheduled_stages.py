@@ -33,7 +33,8 @@ from meshwright.distributed.pipeline.stage import scale_gradients, stage_backwar
 from meshwright.distributed.pipeline.stage_parts import StageParts
 from meshwright.distributed.update.grad_clip import clip_grad_norm_
 from meshwright.errors import PlanError, UnsupportedError
-from meshwright.plan.axes.pipeline.stage_plan import crossing_dtype, crossing_shape, first_trained, on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import crossing_dtype, crossing_shape, first_trained, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["ScheduledStages"]

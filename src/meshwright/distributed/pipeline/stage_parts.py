@@ -7,7 +7,8 @@ from torch import nn
 
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["StageParts", "make_parts", "models_of"]

@@ -5,7 +5,8 @@ from collections import Counter
 from meshwright.plan.axes.context import context_bytes, context_counts
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
 from meshwright.plan.axes.experts import expert_parallel_bytes, expert_parallel_counts
-from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_messages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import pipeline_messages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_bytes, tensor_parallel_counts
 from meshwright.plan.cost.price import fullest_rank
 from meshwright.plan.given.options import NF4
@@ -25,7 +26,7 @@ def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
     rank = fullest_rank(plan)
     sent, bytes_sent = pipeline_messages(plan, rank)
     messages = [AxisTraffic("pp", "send", sent, bytes_sent)] if sent else []
-    plan = on_stages(plan, stages_of_rank(plan, rank))
+    plan = rows_on_stages(plan, stages_of_rank(plan, rank))
     calls: dict[str, Counter[str]] = {}
     if plan.tensor_parallel:
         calls["tp"] = tensor_parallel_counts(plan)

@@ -26,7 +26,7 @@ def _group(layout: Layout, axis: str) -> tuple[int, int]:
     return size, distances[axis]
 
 
-def collective_seconds(layout: Layout, hardware: Hardware, axis: str, kind: str, calls: int, size: float) -> float:
+def collective_seconds(layout: Layout, hardware: Hardware, axis: str, kind: str, calls: float, size: float) -> float:
     """Return the seconds of some collectives of one kind over one axis, one after the other.
 
     A ring moves (n - 1) / n of the larger buffer through each rank; an all-reduce does it twice. Between nodes, the ranks of a

@@ -98,6 +98,16 @@ class ShardingPlan:
             rows.setdefault(row.unit, []).append(row)
         return rows
 
+    @cached_property
+    def parts_on_stages(self) -> dict[tuple[int, ...], "ShardingPlan"]:
+        """What was found of the rows of some stages (:func:`meshwright.plan.axes.pipeline.stage_rows.rows_on_stages`)."""
+        return {}
+
+    @cached_property
+    def first_trained_stage(self) -> int:
+        """The first stage with a trained parameter; the number of stages if there is none."""
+        return min((min(row.stages) for row in self.parameters if row.trainable), default=len(self.stages))
+
     def rows(self, unit: UnitRow) -> list[ParameterRow]:
         """Return the rows of the parameters that a unit gathers. The second of two twin units gathers those of the first."""
         return self._rows_of_units.get(unit.twin_of or unit.name, [])

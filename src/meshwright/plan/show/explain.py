@@ -14,7 +14,8 @@ from meshwright.plan.axes.context import gathered_bytes, unevenness
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
 from meshwright.plan.axes.experts import expert_parallel_counts
 from meshwright.plan.axes.pipeline.replay import replay_of_plan
-from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, on_stages
+from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes
+from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy

@@ -3,7 +3,8 @@
 from rich.table import Table
 
 from meshwright.errors import number_of
-from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.price import Totals, fullest_rank, totals

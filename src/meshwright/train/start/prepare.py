@@ -31,7 +31,8 @@ from meshwright.train.start.given_routes import check_routes
 from meshwright.train.start.reference_values import BYTES, REFERENCE_FACTS, check_reference, reference_values
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.start.run_files import Paths
-from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together, with_tokenizer
+from meshwright.train.start.run_plan import together
+from meshwright.train.start.setup import RunSetup, make_setup, plain_config, with_tokenizer
 from meshwright.train.start.teacher_setup import check_teacher, with_teacher
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.loader import check_batch_sizes
 from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.distributed.experts.balance import refusals
 from meshwright.distributed.experts.router_replay import replay_refusals
@@ -22,12 +23,23 @@ from meshwright.train.optimizer import update_rules
 from meshwright.train.run_objective import make_objective
 from meshwright.train.start.limits import length_problems, vocabulary_problems
 from meshwright.train.start.part_checks import problems_of_parts
-from meshwright.train.start.setup import microbatches_per_step, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["check_run", "plan_run"]
+__all__ = ["check_run", "microbatches_per_step", "plan_run", "together"]
+
+
+def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
+    """Return the number of forward-backward passes of a rank in an optimizer step.
+
+    Raises:
+        ConfigError: the data ranks do not divide the batch sizes; the error names the legal values.
+    """
+    ranks = layout.size("dp")
+    training = config.training
+    check_batch_sizes(training.global_batch_size, training.microbatch_size, ranks)
+    return training.global_batch_size // (training.microbatch_size * ranks)
 
 
 def check_run(
@@ -185,3 +197,9 @@ def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tupl
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
     experts = next((number for name in names if isinstance(number := getattr(text, name, None), int)), None)
     return config.training.microbatch_size * length, experts
+
+
+def together(problems: list[MeshwrightError]) -> MeshwrightError:
+    """Return one error that holds the problems of several errors."""
+    kind = type(problems[0]) if len({type(problem) for problem in problems}) == 1 else ConfigError
+    return kind([line for problem in problems for line in problem.problems])

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError, during
+from meshwright.errors import ConfigError, UnsupportedError, during
 from meshwright.layout import Layout
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -27,10 +27,8 @@ __all__ = [
     "describe_model",
     "describe_run",
     "make_setup",
-    "microbatches_per_step",
     "plain_config",
     "spec_of_run",
-    "together",
     "vocabulary_defaults",
     "with_tokenizer",
 ]
@@ -79,20 +77,6 @@ class RunSetup:
         """Name to shape of the parameters in its checkpoints."""
         rows = self.plan.parameters
         return {row.name: row.shape for row in rows if row.trainable or not self.config.saves_trained_only}
-
-
-def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
-    """Return the number of forward-backward passes of a rank in an optimizer step.
-
-    Raises:
-        ConfigError: the data ranks do not divide the batch sizes; the error names the legal values.
-    """
-    from meshwright.data.loader import check_batch_sizes
-
-    ranks = layout.size("dp")
-    training = config.training
-    check_batch_sizes(training.global_batch_size, training.microbatch_size, ranks)
-    return training.global_batch_size // (training.microbatch_size * ranks)
 
 
 @during("the model and its plan are built")
@@ -173,6 +157,7 @@ def with_tokenizer(draft: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> Run
         MeshwrightError: as :func:`make_setup`; also, the tokenizer has more tokens than the vocabulary.
     """
     from meshwright.models.weights.build import pretrained_config
+    from meshwright.train.start.run_plan import together
 
     config = draft.config
     known, unknown = (pretrained_config(config.model, vocabulary_defaults(config, some)) for some in (tokenizer, None))
@@ -275,9 +260,3 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
 def plain_config(model: "PreTrainedModel") -> dict[str, Any]:
     """Return a model's config as plain values that JSON can represent."""
     return json.loads(model.config.to_json_string(use_diff=False))
-
-
-def together(problems: list[MeshwrightError]) -> MeshwrightError:
-    """Return one error that holds the problems of several errors."""
-    kind = type(problems[0]) if len({type(problem) for problem in problems}) == 1 else ConfigError
-    return kind([line for problem in problems for line in problem.problems])

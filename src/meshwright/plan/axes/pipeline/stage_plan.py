@@ -1,27 +1,25 @@
-"""Pipeline stages: where a model is cut, which rank has which stage, and what of a plan each stage has.
+"""Pipeline stages: where a model is cut, which rank has which stage, and what it sends.
 
-The plan is made for the whole model. :func:`on_stages` then keeps what belongs to some stages, so that everything that stages
-must agree on (slices of the sequence at a cut, tied weights, dtypes, decay) is decided once.
+The plan is made for the whole model. What belongs to some stages is kept of it then
+(:func:`~meshwright.plan.axes.pipeline.stage_rows.on_stages`), so that everything that stages must agree on (slices of the
+sequence at a cut, tied weights, dtypes, decay) is decided once.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
 from math import inf, prod
 
 from meshwright.errors import Problems, coded, number_of
-from meshwright.plan.axes.data.prefetch import prefetch_actions
-from meshwright.plan.axes.data.units import gathered_in_backward
 from meshwright.plan.draft import Draft, Found, Stages
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.names import nearest, within
 from meshwright.plan.given.options import ParallelOptions
-from meshwright.plan.result.program import Action, Cut, Freeze, Pack, Prefetch, Slice, Wrap
+from meshwright.plan.result.program import Cut
 from meshwright.plan.result.rows import StageRow
-from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow, itemsize
+from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 
 __all__ = [
     "crossing_bytes",
@@ -29,7 +27,6 @@ __all__ = [
     "crossing_shape",
     "elsewhere",
     "first_trained",
-    "on_stages",
     "pipeline_counts",
     "pipeline_messages",
     "resolve_stages",
@@ -228,7 +225,7 @@ def elsewhere(plan: ShardingPlan, stages: Collection[int]) -> tuple[str, ...]:
 
 def first_trained(plan: ShardingPlan) -> int:
     """Return the first stage with a trained parameter; the number of stages if there is none."""
-    return min((min(row.stages) for row in plan.parameters if row.trainable), default=len(plan.stages))
+    return plan.first_trained_stage
 
 
 def stages_with(plan: ShardingPlan, name: str) -> tuple[int, ...]:
@@ -276,72 +273,3 @@ def crossing_shape(plan: ShardingPlan, rows: int, length: int) -> tuple[int, int
     cut = next(action for action in plan.program if isinstance(action, Cut))
     slices = plan.layout.size("cp") * (plan.layout.size("tp") if plan.options.sequence_parallel else 1)
     return (rows, length // slices, cut.features)
-
-
-def _gathered_in_backward(plan: ShardingPlan, stage: int, units: Sequence[UnitRow]) -> Collection[str]:
-    """Return the units of a stage whose parameters its backward needs. Stages without one before them begin as a model does."""
-    if (first := first_trained(plan)) != stage:
-        return {unit.name for unit in units} if first < stage else ()
-    rows = [row for row in plan.parameters if stage in row.stages]
-    return gathered_in_backward([unit.name for unit in units], rows, implicit=False)
-
-
-def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
-    """Return the part of a plan that some stages have. The program of a single stage begins with cutting the model."""
-    if not plan.stages:
-        return plan
-    cut = next(action for action in plan.program if isinstance(action, Cut))
-    others = frozenset(elsewhere(plan, stages))
-
-    def here(module: str) -> bool:
-        return module not in others and not nearest(module, others)
-
-    parameters = tuple(row for row in plan.parameters if set(row.stages) & set(stages))
-    names = {name for row in parameters for name in (row.name, *row.aliases)}
-    units = tuple(
-        replace(unit, parameters=tuple(name for name in unit.parameters if name in names))
-        for unit in plan.units
-        if unit.name == ROOT or here(unit.name) or any(name in names for name in unit.parameters)
-    )
-    in_backward = {name for stage in stages for name in _gathered_in_backward(plan, stage, units)}
-    units = tuple(replace(unit, gathers_in_backward=unit.name in in_backward) for unit in units)
-    inner = len(plan.stages) - 1 not in stages  # its outputs are hidden states, and not those of the model
-    units = tuple(replace(unit, output_dtype=None) if inner and unit.name == ROOT else unit for unit in units)
-    kept = {unit.name: unit for unit in units}
-
-    def of(action: Action) -> Iterable[Action]:
-        if isinstance(action, Cut):
-            if len(stages) == 1:
-                own = plan.stages[next(iter(stages))].layers
-                begin = [name for name, *_ in cut.order].index(own[0])
-                yield replace(cut, begin=begin, end=begin + len(own))
-        elif isinstance(action, Slice | Pack):
-            if set(action.names) & names:
-                yield action
-        elif isinstance(action, Freeze):
-            yield replace(action, parameters=tuple(name for name in action.parameters if name in names))
-        elif isinstance(action, Wrap):
-            if action.unit in kept:
-                yield replace(action, row=kept[action.unit], dims=tuple(pair for pair in action.dims if pair[0] in names))
-        elif here(getattr(action, "module", "")):
-            yield action
-
-    no_loss = replace(plan.options, objective_gathers=0, objective_reductions=0, objective_sums=0)
-    part = replace(
-        plan,
-        options=no_loss if inner else plan.options,
-        layers=tuple(name for name in plan.layers if here(name)),
-        parameters=parameters,
-        units=units,
-        tensor_parallel=tuple(row for row in plan.tensor_parallel if here(row.module)),
-        experts=tuple(row for row in plan.experts if here(row.module)),
-        attentions=tuple(row for row in plan.attentions if here(row.module)),
-        program=(),
-    )
-    prefetches = [index for index, action in enumerate(plan.program) if isinstance(action, Prefetch)]
-    begin, end = (prefetches[0], prefetches[-1] + 1) if prefetches else (len(plan.program),) * 2
-    before, after = (
-        tuple(kept_action for action in actions for kept_action in of(action))
-        for actions in (plan.program[:begin], plan.program[end:])
-    )
-    return replace(part, program=(*before, *prefetch_actions(part), *after))

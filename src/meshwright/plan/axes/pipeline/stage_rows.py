@@ -1,0 +1,103 @@
+"""The part of a plan that some stages have: its rows, and its program."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from meshwright.plan.axes.data.prefetch import prefetch_actions
+from meshwright.plan.axes.data.units import gathered_in_backward
+from meshwright.plan.axes.pipeline.stage_plan import elsewhere, first_trained
+from meshwright.plan.given.names import nearest
+from meshwright.plan.result.program import Action, Cut, Freeze, Pack, Prefetch, Slice, Wrap
+from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
+
+__all__ = ["on_stages", "rows_on_stages"]
+
+
+def _gathered_in_backward(plan: ShardingPlan, stage: int, units: Sequence[UnitRow]) -> Collection[str]:
+    """Return the units of a stage whose parameters its backward needs. Stages without one before them begin as a model does."""
+    if (first := first_trained(plan)) != stage:
+        return {unit.name for unit in units} if first < stage else ()
+    rows = [row for row in plan.parameters if stage in row.stages]
+    return gathered_in_backward([unit.name for unit in units], rows, implicit=False)
+
+
+def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
+    """Return the part of a plan that some stages have. The program of a single stage begins with cutting the model."""
+    return _with_program(plan, rows_on_stages(plan, stages), stages) if plan.stages else plan
+
+
+def rows_on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
+    """Return the same without a program, for prices: it has the rows alone. What was asked before is not made again."""
+    if not plan.stages:
+        return plan
+    known = plan.parts_on_stages
+    if (key := tuple(stages)) not in known:
+        known[key] = _rows_of_stages(plan, stages)
+    return known[key]
+
+
+def _rows_of_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
+    others = frozenset(elsewhere(plan, stages))
+
+    def here(module: str) -> bool:
+        return module not in others and not nearest(module, others)
+
+    parameters = tuple(row for row in plan.parameters if set(row.stages) & set(stages))
+    names = {name for row in parameters for name in (row.name, *row.aliases)}
+    units = tuple(
+        replace(unit, parameters=tuple(name for name in unit.parameters if name in names))
+        for unit in plan.units
+        if unit.name == ROOT or here(unit.name) or any(name in names for name in unit.parameters)
+    )
+    in_backward = {name for stage in stages for name in _gathered_in_backward(plan, stage, units)}
+    units = tuple(replace(unit, gathers_in_backward=unit.name in in_backward) for unit in units)
+    inner = len(plan.stages) - 1 not in stages  # its outputs are hidden states, and not those of the model
+    units = tuple(replace(unit, output_dtype=None) if inner and unit.name == ROOT else unit for unit in units)
+    no_loss = replace(plan.options, objective_gathers=0, objective_reductions=0, objective_sums=0)
+    return replace(
+        plan,
+        options=no_loss if inner else plan.options,
+        layers=tuple(name for name in plan.layers if here(name)),
+        parameters=parameters,
+        units=units,
+        tensor_parallel=tuple(row for row in plan.tensor_parallel if here(row.module)),
+        experts=tuple(row for row in plan.experts if here(row.module)),
+        attentions=tuple(row for row in plan.attentions if here(row.module)),
+        program=(),
+    )
+
+
+def _with_program(plan: ShardingPlan, part: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
+    """Return the part of a plan that some stages have with its program."""
+    cut = next(action for action in plan.program if isinstance(action, Cut))
+    others = frozenset(elsewhere(plan, stages))
+    names = {name for row in part.parameters for name in (row.name, *row.aliases)}
+    kept = {unit.name: unit for unit in part.units}
+
+    def here(module: str) -> bool:
+        return module not in others and not nearest(module, others)
+
+    def of(action: Action) -> Iterable[Action]:
+        if isinstance(action, Cut):
+            if len(stages) == 1:
+                own = plan.stages[next(iter(stages))].layers
+                begin = [name for name, *_ in cut.order].index(own[0])
+                yield replace(cut, begin=begin, end=begin + len(own))
+        elif isinstance(action, Slice | Pack):
+            if set(action.names) & names:
+                yield action
+        elif isinstance(action, Freeze):
+            yield replace(action, parameters=tuple(name for name in action.parameters if name in names))
+        elif isinstance(action, Wrap):
+            if action.unit in kept:
+                yield replace(action, row=kept[action.unit], dims=tuple(pair for pair in action.dims if pair[0] in names))
+        elif here(getattr(action, "module", "")):
+            yield action
+
+    prefetches = [index for index, action in enumerate(plan.program) if isinstance(action, Prefetch)]
+    begin, end = (prefetches[0], prefetches[-1] + 1) if prefetches else (len(plan.program),) * 2
+    before, after = (
+        tuple(kept_action for action in actions for kept_action in of(action))
+        for actions in (plan.program[:begin], plan.program[end:])
+    )
+    return replace(part, program=(*before, *prefetch_actions(part), *after))

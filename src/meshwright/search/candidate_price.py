@@ -1,0 +1,103 @@
+"""What a candidate costs: the forecasts of `plan --gpu`, with traces and facts that all candidates share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import MeshwrightError
+from meshwright.plan.cost.hardware import Hardware
+from meshwright.search.space import Candidate
+from meshwright.trace.kept_traces import TraceStore
+from meshwright.trace.memory import Traces
+from meshwright.trace.time import TimeForecast, forecast_time
+from meshwright.trace.verdict import Verdict, fit
+from meshwright.train.start.setup import RunSetup, change_setup
+
+__all__ = ["Price", "Pricer", "limit_of"]
+
+
+@dataclass(frozen=True)
+class Price:
+    """A candidate, and what it costs.
+
+    Attributes:
+        candidate: the layout and choices.
+        setup: the run that it is.
+        verdict: whether it fits, and by how much.
+        time: how long a step takes.
+    """
+
+    candidate: Candidate
+    setup: RunSetup
+    verdict: Verdict
+    time: TimeForecast
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.time.step_seconds
+
+
+class Pricer:
+    """Prices candidates of a run.
+
+    Args:
+        setup: the run.
+        hardware: the devices.
+        store: traces.
+        load: tokens of the experts of the fullest rank, over an even share.
+
+    Attributes:
+        refusals: code of each refusal to the number of candidates that it refused.
+    """
+
+    def __init__(self, setup: RunSetup, hardware: Hardware, store: TraceStore, load: float = 1.0) -> None:
+        self.setup, self.hardware, self.store, self.load = setup, hardware, store, load
+        self.refusals: dict[str, int] = {}
+
+    def setup_of(self, candidate: Candidate) -> RunSetup | None:
+        """Return the run of a candidate; ``None``: it is refused."""
+        try:
+            return change_setup(self.setup, candidate.config(self.setup.config), candidate.layout.world_size)
+        except MeshwrightError as error:
+            self._refuse(error)
+            return None
+
+    def fit(self, setup: RunSetup) -> tuple[Verdict, Traces] | None:
+        """Return whether a run fits, and its traces; ``None``: it cannot be traced."""
+        traces = Traces(setup, load=self.load, store=self.store)
+        try:
+            return fit(setup, self.hardware, traces), traces
+        except MeshwrightError as error:
+            self._refuse(error)
+            return None
+
+    def price(self, candidate: Candidate) -> Price | None:
+        """Return what a candidate costs; ``None``: it is refused."""
+        setup = self.setup_of(candidate)
+        if setup is None or (found := self.fit(setup)) is None:
+            return None
+        verdict, traces = found
+        return Price(candidate, setup, verdict, forecast_time(setup, self.hardware, traces))
+
+    def _refuse(self, error: MeshwrightError) -> None:
+        code = error.problems[0].code
+        self.refusals[code] = self.refusals.get(code, 0) + 1
+
+
+_ADVICE: Mapping[str, str] = {
+    "elementwise": "operators beside products",
+    "launches": "the host starts operators too slowly",
+    "bubble": "waits for other stages",
+    "data ranks": "communication over data ranks",
+    "host": "copies of shards from and to the host",
+}
+
+
+def limit_of(price: Price) -> str:
+    """Return what keeps a candidate from being faster, in words: the largest part of its step beside products and attention."""
+    others = {name: seconds for name, seconds in price.time.parts.items() if name not in ("products", "attention")}
+    name, seconds = max(others.items(), key=lambda part: part[1])
+    share = seconds / price.seconds
+    words = _ADVICE.get(name, f"communication over {name}" if name in ("tp", "cp", "ep", "pp") else name)
+    compiles = name == "elementwise" and not price.setup.plan.options.compile
+    return f"{share:.0%} {words}{': compile' if compiles else ''}"
