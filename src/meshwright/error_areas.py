@@ -30,6 +30,7 @@ AREAS: dict[str, str] = {
     "audit": "Audits",
     "shrink": "Small models for audits",
     "hardware": "Hardware files",
+    "search": "The search for a layout",
     "cli": "Options of commands",
     "worker": "Worker processes",
     "strategy": "Strategies, as NeMo AutoModel calls them",

@@ -269,6 +269,8 @@ CODES: dict[str, tuple[str, str]] = {
     "hardware.name": ("No hardware has this name.", "The names in the message, or a YAML file."),
     "hardware.file": ("The hardware file cannot be read.", "A YAML mapping."),
     "hardware.value": ("A key of the hardware file is wrong or missing.", "What the message says."),
+    "search.free": ("What may change in a search has another name.", "The names in the message."),
+    "search.teacher": ("A run with a teacher is searched.", "teacher=null."),
     "cli.exclusive": ("Options do not go together, or not with this layout.", "One of them; what the message says."),
     "cli.file": ("A file cannot be written there.", "A path in a directory that exists."),
     "cli.exists": ("The file exists.", "--overwrite."),

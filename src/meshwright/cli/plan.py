@@ -28,13 +28,14 @@ _PICTURE = 160
 def plan(
     config: ConfigArgument,
     overrides: OverrideArgument = None,
-    world_size: Annotated[
-        int | None,
+    ranks: Annotated[
+        str | None,
         typer.Option(
             "--world-size",
             "-n",
-            min=1,
-            help="Ranks to plan for. Default: those of the layout, or what `train` starts here.",
+            help="Ranks to plan for; with --search several, such as 8,16,64. Default: those of the layout, or what `train` "
+            "starts here.",
+            metavar="N",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every row, and the totals.")] = False,
@@ -64,10 +65,32 @@ def plan(
         bool, typer.Option("--timeline", help="Draw the schedule of a pipeline: ranks down, time across, without messages.")
     ] = False,
     timeline_svg: Annotated[Path | None, typer.Option("--timeline-svg", help="Write that picture to an SVG file.")] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="With --gpu: search the best layouts. What the configuration sets is kept.")
+    ] = False,
+    free: Annotated[
+        str | None,
+        typer.Option(
+            "--free",
+            help="With --search: what may change although the configuration sets it: layout, microbatch, schedule, sync, "
+            "recompute, sequence, context, loss, offload, compile, optimizer or all, with commas.",
+        ),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0.0, help="With --search: what a device costs for an hour.")
+    ] = None,
+    tried: Annotated[
+        int | None,
+        typer.Option("--try", min=1, help="With --search: measure so many of the best layouts here, 20 steps of each."),
+    ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what every rank will hold and send. Needs no GPU and no weights; any world size."""
+    from meshwright.cli.plan_search import refuse_options, search_layouts, sizes_of
+
+    sizes = sizes_of(ranks)
+    world_size = sizes[0] if sizes else None
     run = load_run(config, overrides or [], world_size)
     if print_config:
         typer.echo(run.to_yaml(), nl=False)
@@ -100,6 +123,21 @@ def plan(
     from meshwright.train.callbacks.make_callbacks import check_callbacks
 
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
+    refuse_options(search=search, gpu=gpu, sizes=sizes, only={"--free": free, "--price": price, "--try": tried}, chosen=chosen)
+    if search and hardware is not None:
+        search_layouts(
+            run,
+            sizes or [planned_processes(run)],
+            hardware,
+            config=config,
+            overrides=overrides or [],
+            free=free,
+            load=load or 1.0,
+            price=price,
+            tried=tried,
+            as_json=as_json,
+        )
+        return
     setup = with_teacher(make_setup(run, world_size or planned_processes(run), planning=True))
     sharding_plan = setup.plan
     check_callbacks(run, sharding_plan)

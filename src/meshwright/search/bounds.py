@@ -1,16 +1,18 @@
 """What a candidate needs at the least, from numbers that many candidates share: time, and memory. No plan of it is made.
 
-Time: a rank's share of the work of the model, as if it were cut without loss, the wait of a pipeline whose stages are even, and
-the collectives of activations. Collectives over data ranks, launches and updates count nothing, and recomputation counts the
-forward that it repeats. Memory: a rank's share of the state; and where nothing is recomputed, of the activations.
+Time: the work of a rank's rows of tokens, the wait of a pipeline whose stages are even, and the collectives of activations.
+Collectives over data ranks, launches and updates count nothing. Memory: a rank's share of the state, and of the activations.
 
-The work of a row of tokens is by how much a trace of two rows on one rank has more than that of one row. So what does not grow
-with rows, such as copies of gathered parameters, is not in it.
+The work and the activations of a row are by how much a trace of two rows has more than that of one row. So what does not grow
+with rows, such as copies of gathered parameters, is not in them. They are measured for each mode of recomputation on one rank,
+and are then cut without loss; and once for all layouts with the same slices of matrices, which shows what these do not cut. A
+rank that has a part of each sequence has at least that share of the work.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from meshwright.errors import MeshwrightError
@@ -18,7 +20,7 @@ from meshwright.layout import Layout
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
-from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
 from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.sharding_plan import EXPERTS, shard_axis
 from meshwright.plan.update.states import state_bytes
@@ -36,19 +38,19 @@ __all__ = ["Bounds"]
 ROUNDED = 0.98
 """Padding makes shards of a small world a little larger than their share of those of a large one."""
 
-REPEATED = {ActivationCheckpointing.FULL: 0.9, ActivationCheckpointing.SUBMODULE: 0.8}
-"""Least share of the layers' forward that recomputation repeats: torch stops before the last product."""
-
 _WAITS = {PipelineSchedule.ONE_F_ONE_B: 1.0, PipelineSchedule.GPIPE: 1.0}
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What a sequence adds on one rank: work, that of forward alone, and bytes of activations if nothing is recomputed."""
+    """What a sequence adds on a rank: work, and bytes of activations."""
 
     work: Counter[Work]
-    forward: Counter[Work]
     kept: int
+
+    def more_than(self, other: "_Row") -> Counter[Work]:
+        """Return by how much its work is more."""
+        return Counter({kind: max(0, self.work[kind] - other.work[kind]) for kind in Work})
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,15 @@ class _Slices:
         traffic: collectives of activations in a microbatch of one sequence.
         dense: bytes of the state (shards of parameters, gradients, moments) of what is no expert, as if nothing sharded it.
         experts: the same of experts.
+        gathered: bytes of all parameters in the dtype of compute, as they are gathered.
+        reduced: bytes of all gradients before they are reduced.
     """
 
     traffic: tuple[AxisTraffic, ...]
     dense: float
     experts: float
+    gathered: int
+    reduced: int
 
 
 class Bounds:
@@ -78,33 +84,43 @@ class Bounds:
     def __init__(self, setup: RunSetup, hardware: Hardware, store: TraceStore) -> None:
         self.setup, self.hardware, self.store = setup, hardware, store
         self._slices: dict[tuple[Any, ...], _Slices | None] = {}
-        self._rows: _Row | None = None
+        self._sliced: dict[tuple[Any, ...], _Row] = {}
+        self._rows: dict[ActivationCheckpointing, _Row] = {}
         self._rates = {
             compiled: replace(Rates.of(setup, hardware), fused=Rates.of(_compiled(setup, compiled), hardware).fused)
             for compiled in (False, True)
         }
 
-    def seconds(self, branch: Branch, candidate: Candidate | None = None) -> float:
-        """Return the least seconds of a step of a candidate; without one, of any of a branch, collectives apart."""
-        row, layout = self._row, branch.layout
-        rows = branch.rows * branch.microbatches / (layout.size("tp") * layout.size("cp") * layout.size("pp"))
-        values = {} if candidate is None else dict(candidate.values)
-        base = self.setup.config.parallel
-        compiles = values.get("parallel.compile", base.compile if candidate else True)
-        mode = values.get("parallel.activation_checkpointing", base.activation_checkpointing)
-        spent = self._rates[compiles].spent
-        compute = sum(spent(row.work).values())
-        if candidate is not None or "parallel.activation_checkpointing" not in branch.choices:
-            compute += REPEATED.get(mode, 0.0) * sum(spent(row.forward).values())
-        least = rows * compute
-        schedule = values.get("parallel.pipeline.schedule", base.pipeline.schedule if candidate else None)
-        pp = layout.size("pp")
+    def seconds(self, branch: Branch, candidate: Candidate | None = None, *, measured: bool = False) -> float:
+        """Return the least seconds of a step of a candidate; without one, of any of a branch.
+
+        Args:
+            branch: the layout, and the size of microbatches.
+            candidate: one of its candidates.
+            measured: whether the work of such slices is measured, which takes some traces; otherwise it is that of one rank,
+                cut without loss.
+        """
+        layout, values = branch.layout, {} if candidate is None else dict(candidate.values)
+        parallel, pp = self.setup.config.parallel, branch.layout.size("pp")
+        cut = layout.size("tp") * layout.size("cp")
+        spent = self._rates[values.get("parallel.compile", parallel.compile or candidate is None)].spent
+        modes = [values[_MODE]] if _MODE in values else branch.choices.get(_MODE, [parallel.activation_checkpointing])
+        slices = None if candidate is None else self.slices(branch, candidate)
+        none = self._row(ActivationCheckpointing.NONE)
+        if measured and slices is not None:
+            sliced = self._sliced_row(branch, values).work
+            more = min(sum(spent(self._row(mode).more_than(none)).values()) for mode in modes)
+            row = sum(spent(sliced).values()) / layout.size("cp") + more / cut
+        else:
+            row = min(sum(spent(self._row(mode).work).values()) for mode in modes) / cut
+        least = branch.rows * branch.microbatches * row / pp
+        schedule = values.get("parallel.pipeline.schedule", parallel.pipeline.schedule if candidate else None)
         if pp > 1 and schedule is not None:
             waits = _WAITS.get(schedule, 0.0)
             if schedule is PipelineSchedule.INTERLEAVED:
-                waits = 1 / (values.get("parallel.pipeline.stages_per_rank", base.pipeline.stages_per_rank) or 2)
+                waits = 1 / (values.get("parallel.pipeline.stages_per_rank", parallel.pipeline.stages_per_rank) or 2)
             least *= 1 + waits * (pp - 1) / branch.microbatches
-        if candidate is None or (slices := self.slices(branch, candidate)) is None:
+        if slices is None:
             return least
         share = self._least_share(pp, values)
         for item in slices.traffic:
@@ -124,18 +140,18 @@ class Bounds:
     def bytes(self, branch: Branch, candidate: Candidate) -> float:
         """Return the least bytes of the fullest rank of a candidate, with what the device reserves."""
         values, layout = dict(candidate.values), branch.layout
-        slices = self.slices(branch, candidate)
-        base = self.setup.config.parallel
+        slices, parallel = self.slices(branch, candidate), self.setup.config.parallel
         held = self.hardware.reserved_gib * 2**30
-        if slices is not None and not values.get("parallel.cpu_offload", base.cpu_offload):
+        if slices is not None and not values.get("parallel.cpu_offload", parallel.cpu_offload):
             shards, of_experts = layout.size("dp_shard_cp"), layout.size(shard_axis(layout, EXPERTS))
             held += ROUNDED * (slices.dense / shards + slices.experts / of_experts) / layout.size("pp")
-        mode = values.get("parallel.activation_checkpointing", base.activation_checkpointing)
-        if mode is ActivationCheckpointing.NONE:
-            alive = min(1.0, branch.microbatches / layout.size("pp"))
-            kept = self._row.kept * branch.rows / (layout.size("tp") * layout.size("cp"))
-            held += (1 + ALLOCATOR) * ROUNDED * alive * kept
-        return held
+        if slices is not None and branch.microbatches > 1 and (sync := values.get("parallel.sync", parallel.sync)) is not None:
+            held += ROUNDED * slices.gathered / layout.size("pp") if sync is SyncPolicy.DEFER else 0.0
+            held += ROUNDED * slices.reduced / layout.size("pp") if sync is not SyncPolicy.REDUCE_EACH else 0.0
+        row = self._row(values.get(_MODE, parallel.activation_checkpointing))
+        alive = min(1.0, branch.microbatches / layout.size("pp"))
+        kept = row.kept * branch.rows / (layout.size("tp") * layout.size("cp"))
+        return held + (1 + ALLOCATOR) * ROUNDED * alive * kept
 
     def refused(self, branch: Branch, candidate: Candidate) -> bool:
         """Return whether the slices of a candidate are refused, whatever else it chooses."""
@@ -144,8 +160,7 @@ class Bounds:
     def slices(self, branch: Branch, candidate: Candidate) -> _Slices | None:
         """Return what all layouts with the same slices share; ``None``: they are refused."""
         values, layout = dict(candidate.values), branch.layout
-        names = ("parallel.sequence_parallel", "parallel.context_parallel", "optimizer.kind")
-        chosen = tuple((name, values[name]) for name in names if name in values)
+        chosen = tuple((name, values[name]) for name in (*_SLICING, "optimizer.kind") if name in values)
         key = (layout.size("tp"), layout.size("cp"), layout.ep, layout.ep_shard > 1, chosen)
         if key not in self._slices:
             self._slices[key] = self._find(layout, chosen)
@@ -166,7 +181,8 @@ class Bounds:
             held = (1 + row.trainable) * row.bytes_per_rank + state_bytes(plan, row)
             state[kind == EXPERTS] += held * plan.layout.size(shard_axis(plan.layout, kind))
         traffic = tuple(item for item in activation_traffic(plan) if item.size and item.kind != "send")
-        return _Slices(traffic, state[False], state[True])
+        sizes = (sum(row.gathered_bytes for row in plan.parameters), sum(row.reduced_bytes for row in plan.parameters))
+        return _Slices(traffic, state[False], state[True], *sizes)
 
     def _run(self, layout: Layout, chosen: tuple[tuple[str, Any], ...], rows: int = 1) -> RunSetup:
         """Return a run of one microbatch of some sequences."""
@@ -174,25 +190,38 @@ class Bounds:
         training = config.training.model_copy(update={"global_batch_size": rows * layout.size("dp")})
         return change_setup(self.setup, config.model_copy(update={"training": training}), layout.world_size)
 
-    @property
-    def _row(self) -> _Row:
-        if self._rows is None:
-            one, two = (self._measured(rows) for rows in (1, 2))
-            work, forward = (
-                Counter({kind: more[kind] - fewer[kind] for kind in Work}) for more, fewer in zip(two[:2], one[:2], strict=True)
+    def _row(self, mode: ActivationCheckpointing) -> _Row:
+        """Return what a sequence adds on a single rank, under a mode of recomputation."""
+        if mode not in self._rows:
+            runs = (self._run(Layout(dp_shard=1).resolve(1), ((_MODE, mode),), rows) for rows in (1, 2))
+            self._rows[mode] = self._added(*runs)
+        return self._rows[mode]
+
+    def _sliced_row(self, branch: Branch, values: Mapping[str, Any]) -> _Row:
+        """Return what a whole sequence adds on a rank with slices of matrices, if nothing is recomputed."""
+        layout, chosen = branch.layout, tuple((key, values[key]) for key in ("parallel.sequence_parallel",) if key in values)
+        sizes = (layout.size("tp"), gcd(layout.ep, layout.size("dp_shard") * layout.size("tp")), chosen)
+        if sizes not in self._sliced:
+            whole = replace(layout, pp=1, dp_replicate=1, cp=1, ep=sizes[1]).resolve(
+                layout.size("dp_shard") * layout.size("tp")
             )
-            self._rows = _Row(work, forward, max(0, two[2] - one[2]))
-        return self._rows
+            runs = [self._run(world_of(whole), chosen, rows) for rows in (1, 2)]
+            self._sliced[sizes] = self._added(*runs)
+        return self._sliced[sizes]
 
-    def _measured(self, rows: int) -> tuple[Counter[Work], Counter[Work], int]:
-        run = self._run(Layout(dp_shard=1).resolve(1), (), rows)
-        traces = Traces(run, store=self.store)
-        whole = LayerWork.of(traces)
-        layers: Counter[Work] = Counter()
-        for kind in whole.kinds.values():
-            layers.update(whole.forward[kind])
-        return whole.on_rank(run.plan, 0), layers, forecast_memory(run, traces).parts["activations"]
+    def _added(self, one: RunSetup, two: RunSetup) -> _Row:
+        """Return by how much a run of two rows works and holds more than a run of one."""
+        found = []
+        for run in (one, two):
+            traces = Traces(run, store=self.store)
+            held = forecast_memory(run, traces).parts["activations"]
+            found.append((LayerWork.of(traces).on_rank(run.plan, 0), held))
+        (fewer, less), (more, held) = found
+        return _Row(Counter({kind: more[kind] - fewer[kind] for kind in Work}), max(0, held - less))
 
+
+_MODE = "parallel.activation_checkpointing"
+_SLICING = ("parallel.sequence_parallel", "parallel.context_parallel")
 
 _PLAIN: tuple[tuple[str, Any], ...] = (
     ("parallel.activation_checkpointing", ActivationCheckpointing.NONE),

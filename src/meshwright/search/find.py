@@ -1,26 +1,33 @@
 """Finds the best layouts: branches in the order of their bounds, until no bound is below the worst of the best few.
 
 A branch is a layout with a size of microbatches. Of each, the fastest candidate that fits is looked for. A candidate is priced
-only if its bounds are within the device's memory, below the time of the best candidate of its branch, and below that of the
-last of the best layouts. So the best few are those that pricing all would give, as long as the bounds hold.
+only if its bounds are within the device's memory, below the time of the best candidate of its branch, below that of the last
+of the best layouts, and not far above that of the best one. So the best few are those that pricing all would give, as long as
+the bounds hold.
 """
 
-import heapq
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from typing import Any
 
 from meshwright.plan.cost.hardware import Hardware
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
 from meshwright.search.bounds import Bounds
 from meshwright.search.candidate_price import Price, Pricer
 from meshwright.search.space import Branch, Candidate, Space
 
 __all__ = ["Found", "Tally", "find_best"]
 
-MOST = 8
-"""Layouts that are looked for; fewer are shown."""
+MOST = 5
+"""Layouts that are looked for."""
+
+TOLD = 10
+"""Candidates after which the search says how far it is."""
+
+FAR = 1.2
+"""A layout whose step takes so many times that of the best one is of no interest."""
 
 
 @dataclass
@@ -90,30 +97,50 @@ class _Search:
         self.best: dict[object, Price] = {}
         self.priced: list[Price] = []
         self.smallest: Price | None = None
+        self.made = pricer.store.made
 
     def run(self) -> Found:
-        begun, made = time.monotonic(), self.pricer.store.made
-        number = count()
-        order: list[tuple[float, int, Branch]] = []
-        for branch in self.space.branches():
-            self.tally.candidates += branch.size
-            heapq.heappush(order, (self.bounds.seconds(branch), next(number), branch))
-        while order:
-            bound, _, branch = heapq.heappop(order)
-            if bound >= self._slowest():
-                self.tally.too_slow += branch.size + sum(other.size for _, _, other in order)
-                break
-            self._look_into(branch)
+        begun = time.monotonic()
+        branches = list(self.space.branches())
+        self.tally.candidates = sum(branch.size for branch in branches)
+        least = min((branch.layout.size("cp") for branch in branches), default=1)
+        self._look_at([branch for branch in branches if branch.layout.size("cp") == least])
+        others = [branch for branch in branches if branch.layout.size("cp") > least]
+        if self._nothing_to_gain():
+            self.tally.too_slow += sum(branch.size for branch in others)
+        else:
+            self._look_at(others)
         self.tally.seconds = time.monotonic() - begun
-        self.tally.traces = self.pricer.store.made - made
+        self.tally.traces = self.pricer.store.made - self.made
         self.tally.codes = Counter(self.pricer.refusals)
         best = sorted(self.best.values(), key=lambda price: price.seconds)[: self.most]
         return Found(tuple(best), tuple(front_of(self.priced)), self.tally, None if best else self.smallest)
 
+    def _look_at(self, branches: Sequence[Branch]) -> None:
+        """Look into branches in the order of their bounds."""
+        bounds = sorted((self.bounds.seconds(branch), number) for number, branch in enumerate(branches))
+        for place, (bound, number) in enumerate(bounds):
+            if bound >= self._slowest():
+                self.tally.too_slow += sum(branches[number].size for _, number in bounds[place:])
+                return
+            self._look_into(branches[number])
+
+    def _nothing_to_gain(self) -> bool:
+        """Return whether more ranks for a sequence cannot help: they send and copy more, and hold fewer activations.
+
+        So they win only where the best candidate recomputes or offloads for lack of room, and need not.
+        """
+        if not self.best:
+            return False
+        best = min(self.best.values(), key=lambda price: price.seconds)
+        options, free = best.setup.plan.options, self.space.free
+        recomputes = options.activation_checkpointing is not ActivationCheckpointing.NONE and _MODE in free
+        return not recomputes and not (options.cpu_offload and _OFFLOAD in free)
+
     def _slowest(self) -> float:
-        """Return the time of the last of the best layouts."""
+        """Return the time from which on a candidate is of no interest."""
         times = sorted(price.seconds for price in self.best.values())
-        return times[self.most - 1] if len(times) >= self.most else float("inf")
+        return min([FAR * times[0], *times[self.most - 1 : self.most]]) if times else float("inf")
 
     def _look_into(self, branch: Branch) -> None:
         """Find the fastest candidate of a branch that fits."""
@@ -128,28 +155,65 @@ class _Search:
             else:
                 kept.append((self.bounds.seconds(branch, candidate), number, candidate))
         kept.sort()
+        fitting: list[Candidate] = []
         for place, (bound, _, candidate) in enumerate(kept):
             own = self.best.get(branch.layout)
-            if bound >= min(self._slowest(), own.seconds if own else float("inf")):
+            slowest = min(self._slowest(), own.seconds if own else float("inf"))
+            if bound >= slowest:
                 self.tally.too_slow += len(kept) - place
                 return
-            self._price(candidate)
+            if (
+                any(never_faster(candidate, other) for other in fitting)
+                or self.bounds.seconds(branch, candidate, measured=True) >= slowest
+            ):
+                self.tally.too_slow += 1
+            elif self._price(candidate):
+                fitting.append(candidate)
 
-    def _price(self, candidate: Candidate) -> None:
+    def _price(self, candidate: Candidate) -> bool:
+        """Price a candidate; return whether it fits."""
+        if (self.tally.priced + 1) % TOLD == 0:
+            self.say(f"{self.tally.priced + 1} candidates priced, {self.pricer.store.made - self.made} traces made")
         price = self.pricer.price(candidate)
         if price is None:
             self.tally.refused += 1
-            return
+            return False
         self.tally.priced += 1
         if not price.verdict.fits:
             self.tally.do_not_fit += 1
             if self.smallest is None or price.verdict.peak_bytes < self.smallest.verdict.peak_bytes:
                 self.smallest = price
-            return
+            return False
         self.priced.append(price)
         own = self.best.get(candidate.layout)
         if own is None or price.seconds < own.seconds:
             self.best[candidate.layout] = price
+        return True
+
+
+_MODE, _OFFLOAD = "parallel.activation_checkpointing", "parallel.cpu_offload"
+_MODES = (
+    ActivationCheckpointing.NONE,
+    ActivationCheckpointing.SELECTIVE,
+    ActivationCheckpointing.SUBMODULE,
+    ActivationCheckpointing.FULL,
+)
+_FASTER_FIRST: dict[str, tuple[Any, ...]] = {
+    "parallel.compile": (True, False),
+    _MODE: _MODES,
+    "parallel.sync": (SyncPolicy.DEFER, SyncPolicy.RESHARD_EACH, SyncPolicy.REDUCE_EACH),
+    _OFFLOAD: (False, True),
+}
+"""Choices that trade time for memory: each value is never faster than those before it."""
+
+
+def never_faster(candidate: Candidate, than: Candidate) -> bool:
+    """Return whether a candidate can be told never to be faster than another one of its branch, without prices."""
+    for (key, value), (_, other) in zip(candidate.values, than.values, strict=True):
+        order = _FASTER_FIRST.get(key)
+        if value != other and (order is None or order.index(value) < order.index(other)):
+            return False
+    return True
 
 
 def front_of(prices: list[Price]) -> list[Price]:

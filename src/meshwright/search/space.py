@@ -4,6 +4,7 @@ Left out, because something else is never worse:
 
 - ``tp`` over more ranks than a node has: its collectives are in each layer.
 - the schedule ``gpipe``: ``1f1b`` waits as long, and holds less.
+- the method ``ring`` of ``cp``: it took longer than ``gather`` and held no less (docs/context-parallel.md).
 - parts of a sequence of fewer than 256 tokens: ``cp`` is for long sequences.
 """
 
@@ -228,7 +229,7 @@ class Space:
         if layout.size("tp") > 1:
             found["parallel.sequence_parallel"] = (True, False)
         if layout.size("cp") > 1:
-            found["parallel.context_parallel"] = tuple(ContextMethod)
+            found["parallel.context_parallel"] = (ContextMethod.GATHER, ContextMethod.ULYSSES)
         if layout.size("pp") > 1:
             found["parallel.pipeline.schedule"] = _SCHEDULES
             found["parallel.pipeline.stages_per_rank"] = (None, 4)

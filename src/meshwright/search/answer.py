@@ -1,0 +1,244 @@
+"""What a search answers: the best few with what they cost and what they lack, why the user's own layout is not the best."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.plan.cost.hardware import Hardware
+from meshwright.search.candidate_price import Price, Pricer, limit_of
+from meshwright.search.find import MOST, Tally, find_best
+from meshwright.search.space import Candidate, Space
+from meshwright.trace.kept_traces import TraceStore
+from meshwright.trace.memory import Traces
+from meshwright.trace.time import forecast_time
+from meshwright.trace.verdict import fit
+from meshwright.train.proofs.records import Source, standing_of
+from meshwright.train.start.setup import RunSetup, change_setup
+
+__all__ = ["Answer", "Option", "Own", "search"]
+
+INDISTINCT = {False: 0.1, True: 0.05}
+"""Share of a step's time by which the forecasts of two layouts err from each other, without and with calibration: assumed from
+the median error of docs/measurements.md, most of which two layouts of one run on one machine share."""
+
+BILLION = 1e9
+
+
+@dataclass(frozen=True)
+class Option:
+    """One of the best layouts.
+
+    Attributes:
+        layout: its sizes above 1, in words.
+        overrides: what to append to the command.
+        step_seconds: an optimizer step.
+        tokens_per_second: of all devices.
+        tokens_per_second_per_device: of one.
+        mfu: model operations, as a share of the peak.
+        peak_bytes: of the fullest rank.
+        margin_bytes: memory that is left.
+        limit: the largest part of the step that is no product and no attention, in words.
+        as_fast: whether the forecast cannot tell it from the fastest one.
+        proven: what is known about the layout: ``proven``, ``unproven``, ``FAIL`` or ``one process``.
+        standing: the same in a sentence, with the command that audits it.
+        gpu_hours: of the whole run; ``None``: the run counts epochs, and its number of steps is not known yet.
+        gpu_hours_per_billion: for 10^9 tokens.
+    """
+
+    layout: str
+    overrides: tuple[str, ...]
+    step_seconds: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    mfu: float
+    peak_bytes: int
+    margin_bytes: int
+    limit: str
+    as_fast: bool
+    proven: str
+    standing: str
+    gpu_hours: float | None
+    gpu_hours_per_billion: float
+
+
+@dataclass(frozen=True)
+class Own:
+    """The layout of the configuration, if it is legal on these ranks.
+
+    Attributes:
+        layout: its sizes above 1, in words.
+        step_seconds: an optimizer step.
+        peak_bytes: of the fullest rank.
+        fits: whether it fits.
+        words: why it is not the best, or that it is.
+    """
+
+    layout: str
+    step_seconds: float
+    peak_bytes: int
+    fits: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a search on a number of ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        hardware: name of the devices.
+        options: the best layouts, the fastest first; empty: nothing fits.
+        front: of all that was priced and fits, that than which nothing is both faster and smaller, the fastest first.
+        own: the configuration's own layout; ``None``: it is not legal on these ranks.
+        own_refused: why, in words; empty: it is legal.
+        nearest: if nothing fits, what came nearest, in words; otherwise empty.
+        tally: what became of all candidates.
+        prices: the best, as they were priced.
+    """
+
+    world_size: int
+    hardware: str
+    options: tuple[Option, ...]
+    front: tuple[Option, ...]
+    own: Own | None
+    own_refused: str
+    nearest: str
+    tally: Tally
+    prices: tuple[Price, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as plain values, for JSON."""
+        names = ("world_size", "hardware", "own_refused", "nearest")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "options": [asdict(one) for one in self.options],
+            "front": [asdict(one) for one in self.front],
+            "own": None if self.own is None else asdict(self.own),
+            "tally": asdict(self.tally),
+        }
+
+
+def search(
+    setup: RunSetup,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    free: Sequence[str] = (),
+    source: Source | None = None,
+    load: float = 1.0,
+    most: int = MOST,
+    store: TraceStore | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Answer:
+    """Return the best layouts of a run on a number of ranks.
+
+    Args:
+        setup: the run, on any number of ranks; no process group may exist.
+        world_size: number of ranks.
+        hardware: the devices.
+        free: names of :data:`~meshwright.search.space.FREE` that may change although the configuration sets them.
+        source: where the configuration came from, for commands.
+        load: tokens of the experts of the fullest rank of ``ep``, over an even share.
+        most: number of layouts to return.
+        store: traces; ``None``: those of the user's cache.
+        say: called with a line for a person who waits.
+
+    Raises:
+        ConfigError: an unknown name in ``free``; a run with a teacher.
+    """
+    if setup.config.teacher is not None:
+        raise ConfigError(
+            "search.teacher", "--search: a teacher has a layout of its own, which is not searched; set teacher=null"
+        )
+    store = store or TraceStore(setup)
+    space, pricer = Space(setup, world_size, hardware.gpus_per_node, free), Pricer(setup, hardware, store, load)
+    found = find_best(space, hardware, pricer, most, say)
+    best = found.best[0].seconds if found.best else 0.0
+    margin = INDISTINCT[hardware.calibrated]
+
+    def option(price: Price) -> Option:
+        return _option(price, setup, source, as_fast=price.seconds <= (1 + margin) * best)
+
+    own, refused = _own(setup, world_size, hardware, store, load, found.best)
+    nearest = ""
+    if found.smallest is not None:
+        over = found.smallest.verdict.peak_bytes - found.smallest.verdict.limit_bytes
+        nearest = f"{' '.join(found.smallest.candidate.overrides(setup.config))}: {over / 2**30:.1f} GiB too much"
+    return Answer(
+        world_size,
+        hardware.name,
+        tuple(map(option, found.best)),
+        tuple(map(option, found.front)),
+        own,
+        refused,
+        nearest,
+        found.tally,
+        found.best,
+    )
+
+
+def _option(price: Price, base: RunSetup, source: Source | None, *, as_fast: bool) -> Option:
+    setup, verdict, training = price.setup, price.verdict, price.setup.config.training
+    overrides = price.candidate.overrides(base.config)
+    whose = Source(source.path, (*source.overrides, *overrides)) if source else None
+    standing = standing_of(setup, whose, lambda line: None)
+    ranks = setup.layout.world_size
+    each = price.time.tokens_per_second_per_device
+    hours = None if training.steps is None else training.steps * price.seconds * ranks / 3600
+    return Option(
+        str(setup.layout),
+        overrides,
+        price.seconds,
+        each * ranks,
+        each,
+        price.time.mfu,
+        verdict.peak_bytes,
+        verdict.limit_bytes - verdict.peak_bytes,
+        limit_of(price),
+        as_fast,
+        standing.state.value,
+        standing.line,
+        hours,
+        BILLION / each / 3600,
+    )
+
+
+def _own(
+    setup: RunSetup, world_size: int, hardware: Hardware, store: TraceStore, load: float, best: Sequence[Price]
+) -> tuple[Own | None, str]:
+    """Return the layout of the configuration on these ranks, and why it is not the best; or why it is refused."""
+    try:
+        own = change_setup(setup, setup.config, world_size)
+        traces = Traces(own, load=load, store=store)
+        verdict = fit(own, hardware, traces)
+    except MeshwrightError as error:
+        return None, str(error.problems[0])
+    candidate = Candidate(own.layout, ())
+    price = Price(candidate, own, verdict, forecast_time(own, hardware, traces))
+    words = _words(price, best[0]) if best else "nothing fits"
+    return Own(str(own.layout), price.seconds, verdict.peak_bytes, verdict.fits, words), ""
+
+
+def _words(own: Price, best: Price) -> str:
+    """Say why a layout is slower than the best one: the parts of its step that take longer."""
+    if not own.verdict.fits:
+        return f"does not fit: {(own.verdict.peak_bytes - own.verdict.limit_bytes) / 2**30:.1f} GiB too much"
+    if own.seconds <= best.seconds * 1.0001:
+        return "is the best that was found"
+    names = own.time.parts.keys() | best.time.parts.keys()
+    longer = {name: own.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
+    most = sorted(((seconds, name) for name, seconds in longer.items() if seconds > 0), reverse=True)[:2]
+    parts = ", ".join(f"{_seconds(seconds)} more {_NOUNS.get(name, f'communication over {name}')}" for seconds, name in most)
+    return f"takes {own.seconds / best.seconds:.2f} times the best: {parts}"
+
+
+_NOUNS = {
+    "products": "in products", "attention": "in attention", "elementwise": "in operators beside products",
+    "launches": "in starting operators", "update": "in the update", "host": "in copies to and from the host",
+    "bubble": "waiting for other stages", "beyond": "beyond what is modelled",
+}  # fmt: skip
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
