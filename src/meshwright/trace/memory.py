@@ -26,7 +26,7 @@ from meshwright.trace.live import Kind
 from meshwright.trace.step import LOSS, UPDATE
 from meshwright.train.start.setup import RunSetup
 
-__all__ = ["MemoryForecast", "Traces", "forecast_memory"]
+__all__ = ["MemoryForecast", "Traces", "forecast_memory", "memory_moments"]
 
 LEAST = 4
 """Layers of the smallest trace: the first two and the last two, whose backward differs from that of the others."""
@@ -43,12 +43,15 @@ class MemoryForecast:
             optimizer holds in its step beside its state).
         traced: numbers of layers of the models that were traced.
         rank: the rank of ``pp``.
+        of_microbatch: with stages, what of the activations is that of one microbatch, as if it went through all stages of
+            the rank.
     """
 
     moment: str
     parts: Mapping[str, int]
     traced: tuple[int, ...]
     rank: int = 0
+    of_microbatch: int = 0
 
     @property
     def peak(self) -> int:
@@ -105,7 +108,15 @@ class Traces:
 
 
 def forecast_memory(setup: RunSetup, traces: Traces | None = None) -> MemoryForecast:
-    """Forecast the memory of a run. No process group may exist; nothing of the run's model is used up.
+    """Forecast the memory of a run: its worst moment (:func:`memory_moments`)."""
+    return max(memory_moments(setup, traces), key=lambda found: found.peak)
+
+
+def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[MemoryForecast]:
+    """Forecast what is held in each moment of a step: ``forward``, ``loss``, ``backward of layer N`` (the first and the last
+    two, or all) and ``update``; with stages, of each rank of `pp` two, with most microbatches alive, and ``update``.
+
+    No process group may exist; nothing of the run's model is used up.
 
     Args:
         setup: the run.
@@ -120,17 +131,15 @@ def forecast_memory(setup: RunSetup, traces: Traces | None = None) -> MemoryFore
     if setup.plan.stages:
         return _stage_memory(setup, traces, first, kinds, slopes)
     trace, more, shards = traces.of(first), Counter(kinds[first:]), totals(setup.plan)
-    best: MemoryForecast | None = None
+    found = []
     for name, held in moments.items():
         grown = Counter(held)
         for kind, times in more.items():
             for part, slope in slopes[kind].get(name, Counter()).items():
                 grown[part] += times * slope
         parts = _parts(grown, shards, trace) | {"update": _held_in_update(setup.plan) if name == UPDATE else 0}
-        found = MemoryForecast(name, parts, tuple(sorted(traces.made)))
-        best = found if best is None or found.peak > best.peak else best
-    assert best is not None
-    return best
+        found.append(MemoryForecast(name, parts, tuple(sorted(traces.made))))
+    return found
 
 
 def _slopes(traces: Traces, kinds: list[int], first: int) -> dict[int, dict[str, Counter[Kind]]]:
@@ -171,8 +180,8 @@ def _held_in_update(plan: ShardingPlan) -> int:
 
 def _stage_memory(
     setup: RunSetup, traces: Traces, first: int, kinds: list[int], slopes: dict[int, dict[str, Counter[Kind]]]
-) -> MemoryForecast:
-    """Return the forecast for the rank of `pp` that holds the most."""
+) -> list[MemoryForecast]:
+    """Return the moments of each rank of `pp`."""
     plan = setup.plan
     kind_of = dict(zip(plan.layers, kinds, strict=True))
     trace = traces.of(first)
@@ -186,7 +195,7 @@ def _stage_memory(
         (held[Kind.ACTIVATIONS] - layers for name, held in moments.items() if name not in (LOSS, UPDATE, "forward")), default=0
     )
     buffers = max(0, trace.step.state - trace.parameter_bytes - trace.optimizer_bytes)
-    best: MemoryForecast | None = None
+    found = []
     for rank in range(plan.layout.size("pp")):
         stages, shards = stages_of_rank(plan, rank), totals_of_rank(plan, rank)
         own = [sum(kept.get(kind_of[name], widest) for name in rows_on_stages(plan, [stage]).layers) for stage in stages]
@@ -207,7 +216,5 @@ def _stage_memory(
         update = {**dict.fromkeys(parts, 0), "update": _held_in_update(rows_on_stages(plan, stages))}
         update |= {name: parts[name] for name in ("parameters", "optimizer", "gradients", "buffers")}
         for moment, own_parts in (("with most microbatches alive", parts), (UPDATE, update)):
-            found = MemoryForecast(moment, own_parts, tuple(sorted(traces.made)), rank)
-            best = found if best is None or found.peak > best.peak else best
-    assert best is not None
-    return best
+            found.append(MemoryForecast(moment, own_parts, tuple(sorted(traces.made)), rank, sum(own)))
+    return found

@@ -26,12 +26,26 @@ from itertools import pairwise
 from meshwright.plan.axes.context import ring_message_bytes
 from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
-from meshwright.plan.axes.pipeline.replay import replay_of_plan
+from meshwright.plan.axes.pipeline.replay import Replay, replay_of_plan
 from meshwright.plan.axes.pipeline.stage_plan import pipeline_messages
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod, SyncPolicy
 from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow, itemsize, shard_axis
 
-__all__ = ["Speeds", "Turn", "exposed_of_ring", "exposed_share", "waits_of_pipeline"]
+__all__ = [
+    "HEAD",
+    "PipelineTimes",
+    "Price",
+    "Recording",
+    "Speeds",
+    "Turn",
+    "exposed_of_ring",
+    "exposed_share",
+    "pipeline_times",
+    "waits_of_pipeline",
+]
+
+HEAD = "head and loss"
+"""Name of what is computed outside of the layers."""
 
 Price = Callable[[str, str, int], float]
 """Seconds of a collective, by axis, kind, and bytes."""
@@ -45,7 +59,24 @@ class Turn:
     backward: float
 
 
-def exposed_share(plan: ShardingPlan, turns: Mapping[str, Turn], rest: float, price: Price) -> float:
+@dataclass
+class Recording:
+    """What a replay did, in order; filled in by it. Times are in seconds, from the begin of the first microbatch on.
+
+    Attributes:
+        spent: (what, busy, begin, end) of the line that computes: units, and what it waited for.
+        calls: (kind of collective, unit, begin, end).
+        phases: (microbatch, whether it is forward, begin, end).
+    """
+
+    spent: list[tuple[str, bool, float, float]] = field(default_factory=list)
+    calls: list[tuple[str, str, float, float]] = field(default_factory=list)
+    phases: list[tuple[int, bool, float, float]] = field(default_factory=list)
+
+
+def exposed_share(
+    plan: ShardingPlan, turns: Mapping[str, Turn], rest: float, price: Price, recording: Recording | None = None
+) -> float:
     """Return the share of the seconds of FSDP2's collectives in an optimizer step that nothing hides; 1 if there are none.
 
     Args:
@@ -53,15 +84,21 @@ def exposed_share(plan: ShardingPlan, turns: Mapping[str, Turn], rest: float, pr
         turns: the layers by name; units outside of them take no time of their own.
         rest: seconds of what is outside of the layers in a microbatch. All of it counts as the head's: a third is forward.
         price: seconds of a collective.
+        recording: where what happens when is written; ``None``: nowhere.
     """
-    line = _Line({unit.name: _Prices.of(plan, unit, price) for unit in plan.fsdp_units}, plan.options.all_reduce_once)
+    prices = {unit.name: _Prices.of(plan, unit, price) for unit in plan.fsdp_units}
+    line = _Line(prices, plan.options.all_reduce_once, recording)
     groups, microbatches = layer_groups(plan), plan.options.microbatches
     order = [(unit, part) for turn in groups.turns for unit, part in _parts(turn, turns)]
     for index in range(microbatches):
         last = index + 1 == microbatches
+        begun = line.now
         line.forward([(unit, 0.0) for unit in groups.around] + [(unit, part.forward) for unit, part in order])
-        line.compute(rest / 3)
+        line.compute(rest / 3, HEAD)
+        turned = line.now
         line.backward([(unit, part.backward) for unit, part in reversed(order)], groups.around, 2 * rest / 3, last)
+        if recording is not None:
+            recording.phases += [(index, True, begun, turned), (index, False, turned, line.now)]
     busy = microbatches * (rest + sum(part.forward + part.backward for _, part in order))
     return (line.now - busy) / line.called if line.called else 1.0
 
@@ -134,14 +171,40 @@ def waits_of_pipeline(plan: ShardingPlan, rank: int, compute: float, price: Pric
         compute: seconds that its own turns take.
         price: seconds of a collective.
     """
+    times = pipeline_times(plan, rank, compute, price)
+    return times.bubble, times.messages
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """A run of a pipeline's schedule, with messages.
+
+    Attributes:
+        run: the run.
+        scale: seconds of its unit of time.
+        message: seconds of a message.
+        bubble: seconds of a step in which the rank waits for what others compute.
+        messages: seconds by which messages make a step longer.
+    """
+
+    run: Replay
+    scale: float
+    message: float
+    bubble: float
+    messages: float
+
+
+def pipeline_times(plan: ShardingPlan, rank: int, compute: float, price: Price) -> PipelineTimes:
+    """Replay a plan's schedule in seconds; the arguments are those of :func:`waits_of_pipeline`."""
     alone, runs = replay_of_plan(plan), plan.options.runs_per_step
     second = alone.length * (1 - alone.idle[rank]) * runs / compute  # in the unit of the replay
     messages, size = pipeline_messages(plan, rank)
     bubble = alone.length * alone.idle[rank] * runs / second
     if not messages or size is None:
-        return bubble, 0.0
-    with_messages = replay_of_plan(plan, message=price("pp", "send", size // messages) * second / runs)
-    return bubble, (with_messages.length - alone.length) * runs / second
+        return PipelineTimes(alone, 1 / second, 0.0, bubble, 0.0)
+    message = price("pp", "send", size // messages) * second / runs
+    run = replay_of_plan(plan, message=message)
+    return PipelineTimes(run, 1 / second, message / second, bubble, (run.length - alone.length) * runs / second)
 
 
 @dataclass(frozen=True)
@@ -173,6 +236,7 @@ class _Line:
     Attributes:
         prices: of the collectives of units, by name.
         all_reduce_once: whether replicas are reduced in the last microbatch only.
+        recording: where it is written what happens when.
         now: until when what computes is busy.
         called: seconds of all collectives so far.
         gathering: until when the communicator is busy.
@@ -187,6 +251,7 @@ class _Line:
 
     prices: Mapping[str, _Prices]
     all_reduce_once: bool
+    recording: Recording | None = None
     now: float = 0.0
     called: float = 0.0
     gathering: float = 0.0
@@ -198,15 +263,22 @@ class _Line:
     gathered: dict[str, float] = field(default_factory=dict)
     awaited: dict[str, float] = field(default_factory=dict)
 
-    def compute(self, seconds: float) -> None:
+    def compute(self, seconds: float, what: str) -> None:
+        if self.recording is not None and seconds > 0:
+            self.recording.spent.append((what, True, self.now, self.now + seconds))
         self.now += seconds
+
+    def _until(self, end: float, what: str) -> None:
+        if self.recording is not None and end > self.now:
+            self.recording.spent.append((what, False, self.now, end))
+        self.now = max(self.now, end)
 
     def forward(self, order: Sequence[tuple[UnitRow, float]]) -> None:
         for unit, seconds in order:
             self._gather(unit)
             if self._wait(unit):
                 self.freed, self.in_use = max(self.freed, self.in_use), self.now
-            self.compute(seconds)
+            self.compute(seconds, unit.name)
             if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER:
                 self.gathered.pop(unit.name, None)
 
@@ -218,29 +290,29 @@ class _Line:
             self._freed_at_once(unit)
         if again:
             self._gather(again[0][0])
-        self.compute(rest)
+        self.compute(rest, HEAD)
         for unit, seconds in order:
             if unit.gathers_in_backward:
                 self._gather(unit)
                 self._freed_at_once(unit)
                 if unit.name in following:
                     self._gather(following[unit.name])
-            self.compute(seconds)
+            self.compute(seconds, unit.name)
             self._reduce(unit, last)
         for unit in around:
             self._reduce(unit, last)
-        self.now = max(self.now, self.reduced)
+        self._until(self.reduced, "reductions")
 
     def _gather(self, unit: UnitRow) -> None:
         seconds = self.prices[unit.name].gather
         if unit.name not in self.gathered and seconds is not None:
-            self.gathering = self._call(self.gathering, self.freed, seconds)
+            self.gathering = self._call(self.gathering, self.freed, seconds, "all_gather", unit)
             self.gathered[unit.name] = self.awaited[unit.name] = self.gathering
 
     def _wait(self, unit: UnitRow) -> bool:
         """Wait for a unit; return whether it was called since it was last waited for."""
         called = self.awaited.pop(unit.name, None)
-        self.now = max(self.now, called or 0.0)
+        self._until(called or 0.0, f"gather of {unit.label}")
         return called is not None
 
     def _freed_at_once(self, unit: UnitRow) -> None:
@@ -254,14 +326,17 @@ class _Line:
             return
         prices = self.prices[unit.name]
         if prices.scatter is not None:
-            self.now = max(self.now, self.scattered)
-            self.gathering = self.scattered = self._call(self.gathering, self.now, prices.scatter)
+            self._until(self.scattered, "reduction before")
+            self.gathering = self.scattered = self._call(self.gathering, self.now, prices.scatter, "reduce_scatter", unit)
             self.reduced = max(self.reduced, self.scattered)
         if prices.replicate is not None and (last or not self.all_reduce_once):
             begin = self.now if prices.scatter is None else self.scattered
-            self.replicating = self._call(self.replicating, begin, prices.replicate)
+            self.replicating = self._call(self.replicating, begin, prices.replicate, "all_reduce", unit)
             self.reduced = max(self.reduced, self.replicating)
 
-    def _call(self, free: float, after: float, seconds: float) -> float:
+    def _call(self, free: float, after: float, seconds: float, kind: str, unit: UnitRow) -> float:
         self.called += seconds
-        return max(free, after) + seconds
+        begin = max(free, after)
+        if self.recording is not None:
+            self.recording.calls.append((kind, unit.label, begin, begin + seconds))
+        return begin + seconds

@@ -8,7 +8,6 @@ pipeline waits as its replay says. A range is given, which is narrower for devic
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from meshwright.layout import Layout
@@ -23,12 +22,15 @@ from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.plan.update.states import orthogonalised, update_traffic
 from meshwright.trace.layer_work import LayerWork, Rates
 from meshwright.trace.memory import Traces
-from meshwright.trace.overlap import Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
+from meshwright.trace.overlap import Price, Recording, Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
 from meshwright.train.forecast import operations_of_step
 from meshwright.train.start.setup import RunSetup
 from meshwright.train.start.teacher_setup import BYTES
 
-__all__ = ["TimeForecast", "forecast_time"]
+__all__ = ["COMPUTE", "TEACHER", "StageTurns", "TimeForecast", "forecast_time", "price_of", "stage_turns"]
+
+COMPUTE = ("products", "attention", "elementwise", "launches")
+"""The parts of a step that are the compute of its microbatches."""
 
 TEACHER = "teacher"
 """The part of a step that is the pass of a teacher."""
@@ -57,6 +59,7 @@ class TimeForecast:
         layers: the compute among them (``products``, ``attention``, ``elementwise``) by kind of layer: number and first name of
             the layers of a kind on that rank, and ``the rest``, to seconds.
         teacher: the same parts of the pass of a teacher alone; empty: there is none.
+        rank: the slowest rank of ``pp``.
     """
 
     step_seconds: float
@@ -68,6 +71,7 @@ class TimeForecast:
     parts: Mapping[str, float]
     layers: Mapping[str, float] = field(default_factory=dict)
     teacher: Mapping[str, float] = field(default_factory=dict)
+    rank: int = 0
 
     @property
     def all_together(self) -> Mapping[str, float]:
@@ -98,7 +102,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     works = [spent(whole.on_rank(plan, rank)) for rank in ranks]
     rank = max(ranks, key=lambda one: sum(works[one].values()))
     parts = {name: microbatches * seconds for name, seconds in works[rank].items()}
-    price = partial(_price, plan.layout, hardware)
+    price = price_of(plan.layout, hardware)
     for item in activation_traffic(plan):
         if item.size is not None and item.kind != "send":
             seconds = collective_seconds(layout, hardware, item.axis, item.kind, item.calls, item.size)
@@ -113,14 +117,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         parts["bubble"], parts["pp"] = waits_of_pipeline(plan, rank, sum(parts.values()), price)
     parts["data ranks"] = 0.0
     for one in stages_of_rank(plan, rank):
-        stage = rows_on_stages(plan, [one])
-        kinds = {name: kind for name, kind in whole.kinds.items() if name in stage.layers}
-        both = {name: sum(spent(whole.layers[kind]).values()) for name, kind in kinds.items()}
-        ahead = {name: sum(spent(whole.forward[kind]).values()) for name, kind in kinds.items()}
-        turns = {name: Turn(ahead[name] + waits / 2, both[name] - ahead[name] + waits / 2) for name in kinds}
-        rest = sum(spent(whole.outside_layers(plan, [one])).values())
-        hidden = 1 - exposed_share(stage, turns, rest, price)
-        parts["data ranks"] += (1 - hardware.overlap * hidden) * _seconds_of_units(stage, hardware)
+        parts["data ranks"] += stage_turns(plan, one, whole, rates, waits).exposed(hardware)
     shards = totals_of_rank(plan, rank)
     updated = 2 * shards.parameter_bytes + shards.gradient_bytes + 2 * shards.optimizer_bytes
     parts["update"] = updated / (HOST_MEMORY if plan.options.cpu_offload else bandwidth)
@@ -148,7 +145,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         label: microbatches * sum(seconds for name, seconds in spent(work).items() if name != "launches")
         for label, work in whole.by_kind(plan, rank).items()
     }
-    return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts, layers, teacher)
+    return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts, layers, teacher, rank)
 
 
 def _teacher(setup: RunSetup, hardware: Hardware) -> dict[str, float]:
@@ -162,7 +159,7 @@ def _teacher(setup: RunSetup, hardware: Hardware) -> dict[str, float]:
         return {}
     plan, microbatches = setup.teacher.plan, setup.plan.options.microbatches
     rates, traces = Rates.of(setup.teacher, hardware), Traces(setup.teacher)
-    whole, price = LayerWork.of(traces), partial(_price, plan.layout, hardware)
+    whole, price = LayerWork.of(traces), price_of(plan.layout, hardware)
     stages = range(plan.layout.size("pp"))
     works = [rates.spent(whole.forward_on_rank(plan, rank)) for rank in stages]
     rank = max(stages, key=lambda one: sum(works[one].values()))
@@ -193,8 +190,49 @@ def _teacher(setup: RunSetup, hardware: Hardware) -> dict[str, float]:
     return parts
 
 
-def _price(layout: Layout, hardware: Hardware, axis: str, kind: str, size: int) -> float:
-    return collective_seconds(layout, hardware, axis, kind, 1, size)
+@dataclass(frozen=True)
+class StageTurns:
+    """What FSDP2 is replayed with on a stage.
+
+    Attributes:
+        plan: the part of the plan on the stage.
+        turns: seconds of its layers in a microbatch, by name.
+        rest: the same of what is outside of them.
+        waits: seconds of each turn of a layer, forward or backward, that are collectives inside of it.
+    """
+
+    plan: ShardingPlan
+    turns: Mapping[str, Turn]
+    rest: float
+    waits: float
+
+    def exposed(self, hardware: Hardware, recording: Recording | None = None) -> float:
+        """Return the seconds of a step in which collectives over data ranks are not hidden."""
+        hidden = 1 - exposed_share(self.plan, self.turns, self.rest, price_of(self.plan.layout, hardware), recording)
+        return (1 - hardware.overlap * hidden) * _seconds_of_units(self.plan, hardware)
+
+
+def stage_turns(plan: ShardingPlan, stage: int, whole: LayerWork, rates: Rates, waits: float) -> StageTurns:
+    """Return the turns of a stage.
+
+    Args:
+        plan: the whole plan.
+        stage: index of the stage; 0 without a pipeline.
+        whole: the work of layers.
+        rates: how fast it is done.
+        waits: seconds of collectives inside of a layer in a microbatch, half of them forward.
+    """
+    part = rows_on_stages(plan, [stage])
+    kinds = {name: kind for name, kind in whole.kinds.items() if name in part.layers}
+    both = {name: sum(rates.spent(whole.layers[kind]).values()) for name, kind in kinds.items()}
+    ahead = {name: sum(rates.spent(whole.forward[kind]).values()) for name, kind in kinds.items()}
+    turns = {name: Turn(ahead[name] + waits / 2, both[name] - ahead[name] + waits / 2) for name in kinds}
+    return StageTurns(part, turns, sum(rates.spent(whole.outside_layers(plan, [stage])).values()), waits / 2)
+
+
+def price_of(layout: Layout, hardware: Hardware) -> Price:
+    """Return what says the seconds of one collective of a layout, by axis, kind and bytes."""
+    return lambda axis, kind, size: collective_seconds(layout, hardware, axis, kind, 1, size)
 
 
 def _seconds_of_units(stage: ShardingPlan, hardware: Hardware) -> float:

@@ -22,6 +22,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
 from meshwright.device import HIDDEN, device_name, is_accelerator, profiled, synchronize
+from meshwright.files import write_whole
 from meshwright.plan.cost.hardware import load_hardware, name_of
 from meshwright.plan.cost.operations import operations_of_token
 from meshwright.plan.given.inspection import inspect_model
@@ -88,7 +89,7 @@ class Expectation:
     """
 
     def __init__(self, setup: RunSetup, device: torch.device, forecast: Forecast | None, *, speaks: bool) -> None:
-        self.device, self._profiled = device, profiled(device)
+        self.device, self._profiled, self._file = device, profiled(device), setup.paths.forecast
         self._process: subprocess.Popen[bytes] | None = None
         speaks = speaks and setup.paths.config.is_file()
         gpu = _gpu(setup, device) if speaks else None
@@ -141,7 +142,7 @@ class Expectation:
             self._measured = {**parts, "waiting": max(0.0, whole - sum(parts.values()))}
 
     def tell(self, say: Callable[[Any], None]) -> None:
-        """Say, once, what the forecast was and what was measured."""
+        """Say, once, what the forecast was and what was measured, and write it beside the metrics."""
         if self._measured is None or self._process is None:
             return
         process, self._process = self._process, None
@@ -151,7 +152,9 @@ class Expectation:
         if process.returncode:
             say("no forecast: `meshwright plan --gpu` of this run says why")
             return
-        say(compared(json.loads(text), self._measured))
+        expected = json.loads(text)
+        say(compared(expected, self._measured))
+        write_whole(self._file, json.dumps({"forecast": expected, "measured": dict(self._measured)}).encode())
 
     def close(self) -> None:
         """End the process that makes the forecast."""

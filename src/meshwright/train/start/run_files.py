@@ -47,6 +47,16 @@ class Paths:
         return self.root / "metrics.jsonl"
 
     @property
+    def forecast(self) -> Path:
+        """The parts of a step in seconds, as forecast and as measured; only of a run whose device is known."""
+        return self.root / "forecast.json"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run (`metrics.html`)."""
+        return self.root / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         """The event files of TensorBoard."""
         return self.root / "tensorboard"

@@ -26,6 +26,7 @@ __all__ = [
     "Replay",
     "ScheduledOp",
     "Span",
+    "awaited",
     "order_of",
     "receive_buffers",
     "replay",
@@ -182,11 +183,11 @@ def replay(
         for rank, (turns, made) in enumerate(zip(order, spans, strict=True)):
             while len(made) < len(turns):
                 turn = turns[len(made)]
-                awaited = _awaited(turn, last)
-                if any(other not in done for other in awaited):
+                before = awaited(turn, last)
+                if any(other not in done for other in before):
                     break
-                sent = [done[other] for other in awaited if rank_of[other.stage] != rank]
-                free = max([made[-1].end if made else 0.0, *(done[other] for other in awaited)])
+                sent = [done[other] for other in before if rank_of[other.stage] != rank]
+                free = max([made[-1].end if made else 0.0, *(done[other] for other in before)])
                 begin = free + message if asked_late and sent else max([free, *(end + message for end in sent)])
                 made.append(Span(turn, begin, begin + cost(turn)))
                 # What follows waits for a gradient of inputs, whether or not those of weights are made with it.
@@ -208,7 +209,15 @@ def _most_alive(turns: Sequence[ScheduledOp]) -> int:
     return max(accumulate({Phase.FORWARD: 1, Phase.INPUT: 0}.get(turn.phase, -1) for turn in turns))
 
 
-def _awaited(turn: ScheduledOp, last: int) -> list[ScheduledOp]:
+def awaited(turn: ScheduledOp, last: int) -> list[ScheduledOp]:
+    """Return the turns that a turn waits for: what it gets from them, or what they leave on its own stage.
+
+    A backward of both halves counts as its half for inputs, which is what others wait for.
+
+    Args:
+        turn: the turn.
+        last: index of the last stage.
+    """
     stage, microbatch = turn.stage, turn.microbatch
     if turn.phase is Phase.FORWARD:
         return [ScheduledOp(Phase.FORWARD, stage - 1, microbatch)] if stage else []
