@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable, load_run
+from meshwright.cli.plan_files import Forecasts, PlanFiles
 
 if TYPE_CHECKING:
-    from meshwright.plan.cost.hardware import Hardware
     from meshwright.plan.result.sharding_plan import ShardingPlan
-    from meshwright.trace.time import TimeForecast
-    from meshwright.trace.verdict import Verdict
     from meshwright.train.config import RunConfig
-    from meshwright.train.start.setup import RunSetup
 
 __all__ = ["plan"]
 
@@ -83,6 +80,13 @@ def plan(
         int | None,
         typer.Option("--try", min=1, help="With --search: measure so many of the best layouts here, 20 steps of each."),
     ] = None,
+    trace_out: Annotated[
+        Path | None, typer.Option("--trace-out", help="With --gpu: write the forecast in time to a file for ui.perfetto.dev.")
+    ] = None,
+    trace_with: Annotated[
+        Path | None,
+        typer.Option("--trace-with", help="A trace of a real step (callbacks: [profile]), which --trace-out puts below it."),
+    ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -122,7 +126,10 @@ def plan(
     from meshwright.plan.cost.hardware import load_hardware
     from meshwright.train.callbacks.make_callbacks import check_callbacks
 
+    files = PlanFiles(config, trace_out, trace_with)
+    files.check(gpu, chosen)
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
+    files.measured  # noqa: B018  # and so is a wrong file
     refuse_options(search=search, gpu=gpu, sizes=sizes, only={"--free": free, "--price": price, "--try": tried}, chosen=chosen)
     if search and hardware is not None:
         search_layouts(
@@ -141,15 +148,17 @@ def plan(
     setup = with_teacher(make_setup(run, world_size or planned_processes(run), planning=True))
     sharding_plan = setup.plan
     check_callbacks(run, sharding_plan)
+    forecasts = None if hardware is None else Forecasts(setup, hardware, load or 1.0)
     if against is not None:
         differences = [str(item) for item in _plan_in(against).diff(sharding_plan)]
         typer.echo("\n".join(differences) or "no difference")
         return
     if as_json:
         more = {}
-        if hardware is not None:
-            verdict, seconds = _forecasts(setup, hardware, load)
-            more = {"verdict": verdict.to_dict(), "time": seconds.to_dict(), "remarks": list(hardware.remarks)}
+        if forecasts is not None:
+            verdict, seconds = forecasts.verdict.to_dict(), forecasts.time.to_dict()
+            more = {"verdict": verdict, "time": seconds, "remarks": list(forecasts.hardware.remarks)}
+            files.write(forecasts)
         typer.echo(priced_json(sharding_plan, more))
         return
     page = console()
@@ -170,12 +179,14 @@ def plan(
         page.print(explain(sharding_plan, full=full))
         for line in (*run.own_parts, *host_lines(run, sharding_plan)):
             page.print(line, highlight=False, markup=False, soft_wrap=True)
-        if hardware is not None:
+        if forecasts is not None:
             from meshwright.trace.show import show_remarks, show_time, show_verdict
 
-            verdict, seconds = _forecasts(setup, hardware, load)
-            page.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
-            page.print(show_remarks(hardware), highlight=False)
+            device = forecasts.hardware
+            page.print(show_verdict(forecasts.verdict, device), show_time(forecasts.time, calibrated=device.calibrated))
+            page.print(show_remarks(device), highlight=False)
+            for line in files.write(forecasts):
+                page.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
             page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         report_or_audit(setup, Source(str(config), tuple(overrides or ())), None)
@@ -208,15 +219,6 @@ def _refused_paths(run: "RunConfig") -> list[str]:
             values["tokenizer.path"] = run.tokenizer.path
     absent = [no_directory(knob, value, hub=False) for knob, value in values.items()]
     return [f"{line}; `train` would refuse it, a plan does not read it" for line in absent if line]
-
-
-def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "tuple[Verdict, TimeForecast]":
-    from meshwright.trace.memory import Traces
-    from meshwright.trace.time import forecast_time
-    from meshwright.trace.verdict import judge
-
-    traces = Traces(setup, load=load or 1.0)
-    return judge(setup, hardware, traces), forecast_time(setup, hardware, traces)
 
 
 def _plan_in(path: Path) -> "ShardingPlan":

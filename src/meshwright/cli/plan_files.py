@@ -1,0 +1,114 @@
+"""The files that `meshwright plan` writes about a forecast: a trace of the step, and a page."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.cli.arguments import check_writable
+from meshwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from meshwright.plan.cost.hardware import Hardware
+    from meshwright.trace.memory import Traces
+    from meshwright.trace.time import TimeForecast
+    from meshwright.trace.verdict import Verdict
+    from meshwright.train.start.setup import RunSetup
+
+__all__ = ["Forecasts", "PlanFiles"]
+
+
+@dataclass
+class Forecasts:
+    """What is forecast of a run on a device, each when it is first asked for.
+
+    Args:
+        setup: the run.
+        hardware: the device.
+        load: tokens of the fullest rank of ``ep``, over an even share.
+    """
+
+    setup: "RunSetup"
+    hardware: "Hardware"
+    load: float
+
+    @cached_property
+    def traces(self) -> "Traces":
+        """Traces of some of its layers."""
+        from meshwright.trace.memory import Traces
+
+        return Traces(self.setup, load=self.load)
+
+    @cached_property
+    def verdict(self) -> "Verdict":
+        """Whether it fits."""
+        from meshwright.trace.verdict import judge
+
+        return judge(self.setup, self.hardware, self.traces)
+
+    @cached_property
+    def time(self) -> "TimeForecast":
+        """How long a step takes."""
+        from meshwright.trace.time import forecast_time
+
+        return forecast_time(self.setup, self.hardware, self.traces)
+
+
+@dataclass(frozen=True)
+class PlanFiles:
+    """What is to be written.
+
+    Args:
+        config: the configuration.
+        trace_out: file of the trace.
+        trace_with: a trace of a real step, which goes into the same file.
+    """
+
+    config: Path
+    trace_out: Path | None = None
+    trace_with: Path | None = None
+
+    def check(self, gpu: str | None, others: Sequence[str]) -> None:
+        """Refuse what cannot be written, before any work.
+
+        Args:
+            gpu: the device of `--gpu`.
+            others: options that ask for another output.
+        """
+        if self.trace_with is not None and self.trace_out is None:
+            raise ConfigError("cli.exclusive", f"--trace-with={self.trace_with}: goes into the file of --trace-out; add it")
+        if self.trace_out is None:
+            return
+        if gpu is None:
+            raise ConfigError("cli.exclusive", f"--trace-out={self.trace_out}: is a forecast; add --gpu")
+        if set(others) - {"--json"}:
+            raise ConfigError("cli.exclusive", f"--trace-out: {others[0]} makes no forecast; leave one of them out")
+        check_writable("--trace-out", self.trace_out, self.config)
+        if self.trace_with is not None and self.trace_with.resolve() == self.trace_out.resolve():
+            raise ConfigError("cli.file", f"--trace-out={self.trace_out}: is the measured trace itself; choose another file")
+
+    @cached_property
+    def measured(self) -> dict[str, Any] | None:
+        """The trace of a real step."""
+        from meshwright.trace.chrome_trace import measured_trace
+
+        return None if self.trace_with is None else measured_trace(self.trace_with)
+
+    def write(self, forecasts: Forecasts) -> list[str]:
+        """Write the files, and return a line about each."""
+        if self.trace_out is None:
+            return []
+        from meshwright.trace.chrome_trace import beside_measured, chrome_trace
+        from meshwright.trace.memory_curve import memory_curve
+        from meshwright.trace.step_timeline import step_timeline
+
+        setup = forecasts.setup
+        timeline = step_timeline(setup, forecasts.hardware, forecasts.traces, forecasts.time)
+        memory = memory_curve(setup, forecasts.traces, timeline)
+        trace = chrome_trace(timeline, memory, setup.layout, self.config.stem)
+        if self.measured is not None:
+            trace = beside_measured(trace, self.measured)
+        self.trace_out.write_text(json.dumps(trace))
+        return [f"{self.trace_out}: open it in ui.perfetto.dev"]

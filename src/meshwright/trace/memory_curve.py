@@ -1,0 +1,138 @@
+"""What a rank holds in the course of a step: the moments of the forecast, at the times of the timeline.
+
+Between two moments, what a rank holds is drawn as a line. Every microbatch is drawn as the fullest one of the trace, but the
+first begins without gradients. So the highest point is the peak of the forecast.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.plan.axes.pipeline.replay import Phase, replay_of_plan
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.trace.memory import MemoryForecast, Traces, memory_moments
+from meshwright.trace.overlap import HEAD
+from meshwright.trace.step import FORWARD, LOSS, UPDATE
+from meshwright.trace.step_timeline import RankTimeline, StepTimeline
+from meshwright.train.start.setup import RunSetup
+
+__all__ = ["MemoryPoint", "memory_curve"]
+
+ON_HOST = ("parameters", "gradients", "optimizer")
+"""What is in the host's memory with `cpu_offload`."""
+
+STAYS = ("parameters", "optimizer", "buffers")
+"""What a rank holds between two steps."""
+
+MOST_POINTS = 2_000
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """What a rank holds at a time of a step.
+
+    Attributes:
+        time: seconds from the begin of the step.
+        moment: what it does then.
+        parts: bytes by what they are for, as in :class:`~meshwright.trace.memory.MemoryForecast`.
+    """
+
+    time: float
+    moment: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+def memory_curve(setup: RunSetup, traces: Traces, timeline: StepTimeline) -> dict[int, list[MemoryPoint]]:
+    """Return what each rank of `pp` holds, by time. No process group may exist."""
+    moments = memory_moments(setup, traces)
+    found = {}
+    for rank in timeline.ranks:
+        if setup.plan.stages:
+            points = _of_stages(setup.plan, [one for one in moments if one.rank == rank.rank], rank, timeline)
+        else:
+            points = _of_layers(setup.plan, {one.moment: one for one in moments}, rank, timeline)
+        found[rank.rank] = [_on_device(point) for point in points] if setup.plan.options.cpu_offload else points
+    return found
+
+
+def _on_device(point: MemoryPoint) -> MemoryPoint:
+    return MemoryPoint(point.time, point.moment, {**point.parts, **dict.fromkeys(ON_HOST, 0)})
+
+
+def _only(parts: Mapping[str, int], kept: tuple[str, ...]) -> dict[str, int]:
+    return {name: size if name in kept else 0 for name, size in parts.items()}
+
+
+def _of_layers(
+    plan: ShardingPlan, moments: Mapping[str, MemoryForecast], rank: RankTimeline, timeline: StepTimeline
+) -> list[MemoryPoint]:
+    layers = {name: place for place, name in enumerate(plan.layers)}
+    backward = {
+        layers[name] if name in layers else int(name.rpartition(" ")[2]): moment.parts
+        for name, moment in moments.items()
+        if name not in (FORWARD, LOSS, UPDATE)
+    }
+    forward, loss, update = (moments[name].parts for name in (FORWARD, LOSS, UPDATE))
+    between = _only(forward, (*STAYS, "gathered", "gradients", "unsharded_gradients"))
+    before = _only(forward, STAYS)
+    fine = len(layers) * plan.options.microbatches <= MOST_POINTS
+    # A step of many microbatches shows the moments that were traced, and the others as lines between them.
+    places = sorted(range(len(layers)) if fine else backward, reverse=True)
+    begins: dict[tuple[int, str, str], float] = {}
+    for event in rank.events:
+        if event.part == "compute":
+            begins.setdefault((event.microbatch, event.phase, event.name), event.begin)
+    points = [MemoryPoint(0.0, "begin", before)]
+    for span in rank.spans:
+        if span.phase is Phase.FORWARD:
+            through = begins.get((span.microbatch, "forward", HEAD), span.end)
+            points.append(MemoryPoint(span.begin, FORWARD, between if span.microbatch else before))
+            points += [MemoryPoint(through, FORWARD, forward), MemoryPoint(span.end, LOSS, loss)]
+            continue
+        length = (span.end - span.begin) / max(1, len(layers))
+        for place in places:
+            even = span.begin + (len(layers) - 1 - place) * length
+            time = begins.get((span.microbatch, "backward", plan.layers[place]), even)
+            points.append(MemoryPoint(time, f"backward of layer {place}", _at(backward, place)))
+        points.append(MemoryPoint(span.end, "backward", {**between, "gradients": backward[min(backward)]["gradients"]}))
+    points += [MemoryPoint(timeline.end, UPDATE, update), MemoryPoint(timeline.seconds, UPDATE, update)]
+    return points
+
+
+def _at(known: Mapping[int, Mapping[str, int]], place: int) -> Mapping[str, int]:
+    """Return the parts at a layer: as traced, or on the line between the two nearest layers that were."""
+    if place in known:
+        return known[place]
+    low, high = max(one for one in known if one < place), min(one for one in known if one > place)
+    share = (place - low) / (high - low)
+    return {name: round(size + share * (known[high][name] - size)) for name, size in known[low].items()}
+
+
+def _of_stages(
+    plan: ShardingPlan, moments: list[MemoryForecast], rank: RankTimeline, timeline: StepTimeline
+) -> list[MemoryPoint]:
+    fullest, update = moments
+    stages, most = len(stages_of_rank(plan, rank.rank)), replay_of_plan(plan).alive[rank.rank]
+    works = fullest.parts["activations"] - round(most * fullest.of_microbatch)
+    idle = _only(fullest.parts, (*STAYS, "communication"))
+    changes: list[tuple[float, int, str]] = []
+    for span in rank.spans:
+        if span.phase is Phase.FORWARD:
+            changes.append((span.begin, 1, f"forward of microbatch {span.microbatch + 1}"))
+        elif span.phase is not Phase.INPUT:
+            changes.append((span.end, -1, f"backward of microbatch {span.microbatch + 1}"))
+    points, alive, held = [MemoryPoint(0.0, "begin", idle)], 0, idle
+    for time, change, moment in changes:
+        points.append(MemoryPoint(time, moment, held))
+        alive += change
+        activations = round(alive / stages * fullest.of_microbatch) + (works if alive else 0)
+        held = {**fullest.parts, "activations": activations}
+        points.append(MemoryPoint(time, moment, held))
+    points += [MemoryPoint(timeline.end, "waits for the other stages", held)]
+    points += [MemoryPoint(timeline.end, UPDATE, update.parts), MemoryPoint(timeline.seconds, UPDATE, update.parts)]
+    return points
