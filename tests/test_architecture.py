@@ -32,6 +32,7 @@ FLOORS = (
     {"shrink", "nemo"},
     {"moe"},
     {"audit", "trace"},
+    {"report"},
     {"search"},
     {"cli", "from_python"},
     {"__main__"},

@@ -87,6 +87,12 @@ def plan(
         Path | None,
         typer.Option("--trace-with", help="A trace of a real step (callbacks: [profile]), which --trace-out puts below it."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help="Write a page: verdict, the step in time, memory, ranks and units; with --diff, differences."
+        ),
+    ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -115,7 +121,7 @@ def plan(
         from meshwright.errors import ConfigError
 
         raise ConfigError("cli.exclusive", f"{' and '.join(chosen)}: give one of them")
-    if gpu is not None and chosen not in ([], ["--json"]):
+    if gpu is not None and chosen not in ([], ["--json"], *([["--diff"]] if html else [])):
         from meshwright.errors import ConfigError
 
         raise ConfigError("cli.exclusive", f"--gpu: {chosen[0]} prints no forecast; leave one of them out")
@@ -126,7 +132,7 @@ def plan(
     from meshwright.plan.cost.hardware import load_hardware
     from meshwright.train.callbacks.make_callbacks import check_callbacks
 
-    files = PlanFiles(config, trace_out, trace_with)
+    files = PlanFiles(config, trace_out, trace_with, html)
     files.check(gpu, chosen)
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
     files.measured  # noqa: B018  # and so is a wrong file
@@ -149,16 +155,18 @@ def plan(
     sharding_plan = setup.plan
     check_callbacks(run, sharding_plan)
     forecasts = None if hardware is None else Forecasts(setup, hardware, load or 1.0)
+    source, refused = Source(str(config), tuple(overrides or ())), [*_refused_data(run), *_refused_paths(run)]
     if against is not None:
-        differences = [str(item) for item in _plan_in(against).diff(sharding_plan)]
-        typer.echo("\n".join(differences) or "no difference")
+        differences = _plan_in(against).diff(sharding_plan)
+        typer.echo("\n".join(map(str, differences)) or "no difference")
+        files.write(setup, forecasts, source, differences=(str(against), differences))
         return
     if as_json:
         more = {}
         if forecasts is not None:
             verdict, seconds = forecasts.verdict.to_dict(), forecasts.time.to_dict()
             more = {"verdict": verdict, "time": seconds, "remarks": list(forecasts.hardware.remarks)}
-            files.write(forecasts)
+        files.write(setup, forecasts, source, refused=refused)
         typer.echo(priced_json(sharding_plan, more))
         return
     page = console()
@@ -185,13 +193,13 @@ def plan(
             device = forecasts.hardware
             page.print(show_verdict(forecasts.verdict, device), show_time(forecasts.time, calibrated=device.calibrated))
             page.print(show_remarks(device), highlight=False)
-            for line in files.write(forecasts):
-                page.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
             page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
-        report_or_audit(setup, Source(str(config), tuple(overrides or ())), None)
-        for line in [*_refused_data(run), *_refused_paths(run)]:
+        report_or_audit(setup, source, None)
+        for line in refused:
             page.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        for line in files.write(setup, forecasts, source, refused=refused):
+            page.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _refused_data(run: "RunConfig") -> list[str]:

@@ -12,9 +12,12 @@ from meshwright.errors import ConfigError
 
 if TYPE_CHECKING:
     from meshwright.plan.cost.hardware import Hardware
+    from meshwright.plan.result.differences import PlanDifference
+    from meshwright.report.markup import Section
     from meshwright.trace.memory import Traces
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
+    from meshwright.train.proofs.records import Source
     from meshwright.train.start.setup import RunSetup
 
 __all__ = ["Forecasts", "PlanFiles"]
@@ -64,11 +67,13 @@ class PlanFiles:
         config: the configuration.
         trace_out: file of the trace.
         trace_with: a trace of a real step, which goes into the same file.
+        html: file of the page.
     """
 
     config: Path
     trace_out: Path | None = None
     trace_with: Path | None = None
+    html: Path | None = None
 
     def check(self, gpu: str | None, others: Sequence[str]) -> None:
         """Refuse what cannot be written, before any work.
@@ -79,6 +84,10 @@ class PlanFiles:
         """
         if self.trace_with is not None and self.trace_out is None:
             raise ConfigError("cli.exclusive", f"--trace-with={self.trace_with}: goes into the file of --trace-out; add it")
+        if self.html is not None:
+            if set(others) - {"--json", "--diff"}:
+                raise ConfigError("cli.exclusive", f"--html and {others[0]}: give one of them")
+            check_writable("--html", self.html, self.config)
         if self.trace_out is None:
             return
         if gpu is None:
@@ -96,19 +105,51 @@ class PlanFiles:
 
         return None if self.trace_with is None else measured_trace(self.trace_with)
 
-    def write(self, forecasts: Forecasts) -> list[str]:
-        """Write the files, and return a line about each."""
-        if self.trace_out is None:
+    def write(
+        self,
+        setup: "RunSetup",
+        forecasts: Forecasts | None,
+        source: "Source",
+        *,
+        refused: Sequence[str] = (),
+        differences: "tuple[str, Sequence[PlanDifference]] | None" = None,
+        candidates: "Section | None" = None,
+    ) -> list[str]:
+        """Write the files, and return a line about each.
+
+        Args:
+            setup: the run.
+            forecasts: what is forecast of it; ``None``: no device was given.
+            source: where its configuration came from.
+            refused: what `train` would refuse, a line each.
+            differences: another plan's name, and what differs from it.
+            candidates: the candidates of a search, as a part of the page.
+        """
+        if self.trace_out is None and self.html is None:
             return []
+        from meshwright.report.plan_page import PlanForecast, plan_page
         from meshwright.trace.chrome_trace import beside_measured, chrome_trace
         from meshwright.trace.memory_curve import memory_curve
         from meshwright.trace.step_timeline import step_timeline
+        from meshwright.train.proofs.records import standing_of
 
-        setup = forecasts.setup
-        timeline = step_timeline(setup, forecasts.hardware, forecasts.traces, forecasts.time)
-        memory = memory_curve(setup, forecasts.traces, timeline)
-        trace = chrome_trace(timeline, memory, setup.layout, self.config.stem)
-        if self.measured is not None:
-            trace = beside_measured(trace, self.measured)
-        self.trace_out.write_text(json.dumps(trace))
-        return [f"{self.trace_out}: open it in ui.perfetto.dev"]
+        lines, drawn = [], None
+        if forecasts is not None:
+            timeline = step_timeline(setup, forecasts.hardware, forecasts.traces, forecasts.time)
+            memory = memory_curve(setup, forecasts.traces, timeline)
+            drawn = PlanForecast(forecasts.hardware, forecasts.verdict, forecasts.time, timeline, memory)
+        if self.trace_out is not None and drawn is not None:
+            trace = chrome_trace(drawn.timeline, drawn.memory, setup.layout, self.config.stem)
+            if self.measured is not None:
+                trace = beside_measured(trace, self.measured)
+            self.trace_out.write_text(json.dumps(trace))
+            lines.append(f"{self.trace_out}: open it in ui.perfetto.dev")
+        if self.html is not None:
+            title = f"Plan of {self.config.stem}"
+            standing = standing_of(setup, source, lambda *_: None).line
+            page = plan_page(
+                setup, title, forecast=drawn, standing=standing, refused=refused, differences=differences, candidates=candidates
+            )
+            self.html.write_text(page, encoding="utf-8")
+            lines.append(f"{self.html}: open it in a browser")
+        return lines

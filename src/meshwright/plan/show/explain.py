@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -31,7 +32,7 @@ from meshwright.plan.result.sharding_plan import (
 )
 from meshwright.plan.show.summary import human_bytes, summary
 
-__all__ = ["explain", "explain_program"]
+__all__ = ["PARAMETER_COLUMNS", "UNIT_COLUMNS", "explain", "explain_program", "folded", "parameter_cells", "unit_cells"]
 
 Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow, ExpertsRow, AttentionRow)
 
@@ -80,29 +81,35 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 """A dotted name."""
 
 
+UNIT_COLUMNS = ("tokens", "reshard", "dtypes", "sync", "AC", "gathered", "AG", "RS|AR")
+"""What :func:`unit_cells` says of a unit."""
+
+
+def unit_cells(plan: ShardingPlan, unit: UnitRow) -> tuple[str, ...]:
+    """Return what a plan says of a unit, as text."""
+    traffic = unit_traffic(plan, unit)
+    gathered = sum(row.gathered_bytes for row in plan.rows(unit))
+    if unit.part_of:
+        return unit.tokens, "", "", f"with {generalize(unit.part_of)}", str(unit.activation_checkpointing), "", "", ""
+    return (
+        unit.tokens,
+        "yes" if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER else "no",
+        f"{_short(unit.param_dtype or 'stored')}/{_short(unit.reduce_dtype or 'same')}",
+        str(unit.sync),
+        str(unit.activation_checkpointing),
+        human_bytes(gathered),
+        str(traffic.all_gathers),
+        str(max(traffic.reduce_scatters, traffic.all_reduces)),
+    )
+
+
 def _units(plan: ShardingPlan, full: bool) -> Table:
     table = Table(title="Units", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("unit", "tokens", "reshard", "dtypes", "sync", "AC", "gathered", "AG", "RS|AR"):
+    for name in ("unit", *UNIT_COLUMNS):
         numeric = name in ("gathered", "AG", "RS|AR")
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
 
-    def cells(unit: UnitRow) -> tuple[str, ...]:
-        traffic = unit_traffic(plan, unit)
-        gathered = sum(row.gathered_bytes for row in plan.rows(unit))
-        if unit.part_of:
-            return unit.tokens, "", "", f"with {generalize(unit.part_of)}", str(unit.activation_checkpointing), "", "", ""
-        return (
-            unit.tokens,
-            "yes" if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER else "no",
-            f"{_short(unit.param_dtype or 'stored')}/{_short(unit.reduce_dtype or 'same')}",
-            str(unit.sync),
-            str(unit.activation_checkpointing),
-            human_bytes(gathered),
-            str(traffic.all_gathers),
-            str(max(traffic.reduce_scatters, traffic.all_reduces)),
-        )
-
-    for label, values in _folded(plan.units, cells, full):
+    for label, values in folded(plan.units, partial(unit_cells, plan), full):
         table.add_row(label or "(root)", *values)
     return table
 
@@ -123,7 +130,7 @@ def _tensor_parallel(plan: ShardingPlan, full: bool) -> Table:
     def cells(row: TensorParallelRow) -> tuple[str, ...]:
         return row.style, *(str(move) if move is not Move.NONE else "" for move in (row.entry, row.exit)), ", ".join(row.sums)
 
-    for label, values in _folded(plan.tensor_parallel, cells, full):
+    for label, values in folded(plan.tensor_parallel, cells, full):
         table.add_row(label, *values)
     counts = tensor_parallel_counts(plan)
     known = plan.tp_level == "family" or any(row.style == "region" for row in plan.tensor_parallel)
@@ -143,7 +150,7 @@ def _experts(plan: ShardingPlan, full: bool) -> Table:
         )
         return generalize(row.router), str(row.experts), str(row.local), tokens
 
-    for label, values in _folded(plan.experts, cells, full):
+    for label, values in folded(plan.experts, cells, full):
         table.add_row(label, *values)
     counts = [f"{count} {kind} over {axis}" for axis, of in expert_parallel_counts(plan).items() for kind, count in of.items()]
     table.caption = f"per step: {', '.join(counts)}" if counts else None
@@ -186,7 +193,7 @@ def _attentions(plan: ShardingPlan, full: bool) -> Table:
         mask = f"{row.mask}{', sinks' if row.sinks else ''}"
         return mask, str(row.heads), str(row.kv_heads), sizes, kernel, again
 
-    for label, values in _folded(plan.attentions, cells, full):
+    for label, values in folded(plan.attentions, cells, full):
         table.add_row(label, *values)
     lines = [] if cp == 1 else [f"a sequence is padded to a multiple of {plan.sequence_multiple}"]
     if cp > 1:
@@ -198,24 +205,30 @@ def _attentions(plan: ShardingPlan, full: bool) -> Table:
     return table
 
 
+PARAMETER_COLUMNS = ("shape", "dtype", "unit", "placements", "local shape", "per rank", "update", "decay")
+"""What :func:`parameter_cells` says of a parameter."""
+
+
+def parameter_cells(row: ParameterRow, *, full: bool = False) -> tuple[str, ...]:
+    """Return what a plan says of a parameter, as text; ``full``: with the number of its unit."""
+    return (
+        _shape(row.shape),
+        _short(row.dtype),
+        generalize(row.unit) or "(root)" if not full else row.unit or "(root)",
+        ", ".join(f"{axis}: {placement}" for axis, placement in row.placements) or "whole",
+        _shape(row.local_shape),
+        human_bytes(row.bytes_per_rank),
+        row.update,
+        row.decay_and_rate,
+    )
+
+
 def _parameters(plan: ShardingPlan, full: bool) -> Table:
     table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # the table is wide
-    for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank", "update", "decay"):
+    for name in ("parameter", *PARAMETER_COLUMNS):
         table.add_column(name, justify="right" if name == "per rank" else "left", overflow="fold")
 
-    def cells(row: ParameterRow) -> tuple[str, ...]:
-        return (
-            _shape(row.shape),
-            _short(row.dtype),
-            generalize(row.unit) or "(root)" if not full else row.unit or "(root)",
-            ", ".join(f"{axis}: {placement}" for axis, placement in row.placements) or "whole",
-            _shape(row.local_shape),
-            human_bytes(row.bytes_per_rank),
-            row.update,
-            row.decay_and_rate,
-        )
-
-    for label, values in _folded(plan.parameters, cells, full):
+    for label, values in folded(plan.parameters, partial(parameter_cells, full=full), full):
         table.add_row(label, *values)
     return table
 
@@ -229,7 +242,7 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)
 
 
-def _folded(rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: bool) -> list[tuple[str, tuple[str, ...]]]:
+def folded(rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: bool) -> list[tuple[str, tuple[str, ...]]]:
     """Merge rows whose names differ only in numbers and whose cells are equal into one line, with their count."""
     if full:
         return [(_label(row), cells(row)) for row in rows]
