@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from meshwright.cli.main import app
 from meshwright.errors import ConfigError
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
-from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.hardware import Hardware, load_hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.result.sharding_plan import shard_axis
@@ -55,7 +56,7 @@ def drawn(setup: RunSetup, *devices: Hardware) -> list[Drawn]:
 def called(setup: RunSetup, rank: int, hardware: Hardware) -> float:
     """Seconds of the collectives over data ranks of a rank of pp, one after the other, before anything hides them."""
     total, layout = 0.0, setup.layout
-    for stage in (on_stages(setup.plan, [index]) for index in stages_of_rank(setup.plan, rank)):
+    for stage in (rows_on_stages(setup.plan, [index]) for index in stages_of_rank(setup.plan, rank)):
         for unit in stage.fsdp_units:
             axis, of = shard_axis(layout, unit.kind), unit_traffic(stage, unit)
             total += collective_seconds(layout, hardware, axis, "all_gather", of.all_gathers, of.all_gather_bytes)

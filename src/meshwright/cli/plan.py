@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable, load_run
-from meshwright.cli.plan_files import Forecasts, PlanFiles
+from meshwright.cli.plan_files import Forecasts, PlanFiles, write_search
 
 if TYPE_CHECKING:
     from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -138,7 +138,8 @@ def plan(
     files.measured  # noqa: B018  # and so is a wrong file
     refuse_options(search=search, gpu=gpu, sizes=sizes, only={"--free": free, "--price": price, "--try": tried}, chosen=chosen)
     if search and hardware is not None:
-        search_layouts(
+        files.check_search(sizes)
+        answers = search_layouts(
             run,
             sizes or [planned_processes(run)],
             hardware,
@@ -150,6 +151,9 @@ def plan(
             tried=tried,
             as_json=as_json,
         )
+        line = "" if html is None else write_search(files, answers[0], overrides or [], hardware, load or 1.0)
+        if line and not as_json:
+            typer.echo(line)
         return
     setup = with_teacher(make_setup(run, world_size or planned_processes(run), planning=True))
     sharding_plan = setup.plan

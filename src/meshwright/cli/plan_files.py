@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.plan.cost.hardware import Hardware
     from meshwright.plan.result.differences import PlanDifference
     from meshwright.report.markup import Section
+    from meshwright.search.answer import Answer
     from meshwright.trace.memory import Traces
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
@@ -98,6 +99,17 @@ class PlanFiles:
         if self.trace_with is not None and self.trace_with.resolve() == self.trace_out.resolve():
             raise ConfigError("cli.file", f"--trace-out={self.trace_out}: is the measured trace itself; choose another file")
 
+    def check_search(self, sizes: Sequence[int]) -> None:
+        """Refuse files that a search does not write, before it begins.
+
+        Args:
+            sizes: numbers of ranks that it is made for.
+        """
+        if self.trace_out is not None:
+            raise ConfigError("cli.exclusive", "--trace-out: is of one plan; leave --search out, and give the overrides")
+        if self.html is not None and len(sizes) > 1:
+            raise ConfigError("cli.exclusive", "--html: is about one number of ranks; give one --world-size")
+
     @cached_property
     def measured(self) -> dict[str, Any] | None:
         """The trace of a real step."""
@@ -153,3 +165,62 @@ class PlanFiles:
             self.html.write_text(page, encoding="utf-8")
             lines.append(f"{self.html}: open it in a browser")
         return lines
+
+
+def write_search(files: PlanFiles, answer: "Answer", overrides: Sequence[str], hardware: "Hardware", load: float) -> str:
+    """Write the page about a search: its candidates, and the plan of the fastest one. Return a line about it.
+
+    Args:
+        files: what is to be written.
+        answer: what the search found.
+        overrides: overrides of the configuration.
+        hardware: the device.
+        load: tokens of the fullest rank of ``ep``, over an even share.
+    """
+    from meshwright.cli.arguments import load_run
+    from meshwright.report.candidates import candidates_section
+    from meshwright.train.proofs.records import Source
+    from meshwright.train.start.setup import make_setup
+
+    if not answer.options:
+        return f"{files.html}: is not written, because nothing fits"
+    best = answer.options[0]
+    run = load_run(files.config, [*overrides, *best.overrides], answer.world_size)
+    setup = make_setup(run, answer.world_size, planning=True)
+    source = Source(str(files.config), (*overrides, *best.overrides))
+    limit = best.peak_bytes + best.margin_bytes
+    section = candidates_section(
+        _rows(answer),
+        limit_bytes=limit,
+        note=f"{len(answer.options)} of the fastest layouts on {answer.world_size:,} ranks, those that need less memory, and "
+        f"that of the configuration. The page shows the plan of the fastest one: {best.layout or 'no axis'}.",
+    )
+    return files.write(setup, Forecasts(setup, hardware, load), source, candidates=section)[-1]
+
+
+def _rows(answer: "Answer") -> list[dict[str, Any]]:
+    """Return the candidates of a search as rows of a page."""
+    front = {(one.layout, one.overrides) for one in answer.front}
+    rows = []
+    for option in {(one.layout, one.overrides): one for one in (*answer.options, *answer.front)}.values():
+        rows.append(
+            {
+                "name": option.layout or "one rank",
+                "overrides": " ".join(option.overrides),
+                "tokens_per_second": option.tokens_per_second,
+                "step_seconds": option.step_seconds,
+                "peak_bytes": option.peak_bytes,
+                "fits": True,
+                "pareto": (option.layout, option.overrides) in front,
+                "limits": option.limit,
+                "proven": option.proven,
+            }
+        )
+    if answer.own is not None and answer.options:
+        own, best = answer.own, answer.options[0]
+        tokens = best.tokens_per_second * best.step_seconds / own.step_seconds  # the batch of a step is the same
+        about = {"tokens_per_second": tokens, "step_seconds": own.step_seconds, "peak_bytes": own.peak_bytes, "fits": own.fits}
+        told = {"name": own.layout or "one rank", "overrides": "", "limits": own.words, "proven": ""}
+        less = (one.step_seconds <= own.step_seconds and one.peak_bytes <= own.peak_bytes for one in answer.front)
+        rows.append({**told, **about, "pareto": not any(less), "own": True})
+    return rows

@@ -1,11 +1,12 @@
 """The candidates of a search: a scatter of speed and memory, and a table that sorts and filters."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from meshwright.plan.show.summary import human_bytes
-from meshwright.report.markup import Section, legend, seconds_text, tag, two_digits
+from meshwright.report.markup import Section, legend, seconds_text, tag
 
 __all__ = ["candidates_section"]
 
@@ -36,28 +37,23 @@ def candidates_section(rows: Sequence[Mapping[str, Any]], *, limit_bytes: int = 
     """
     if not rows:
         return Section("candidates", "Candidates", tag("p", "No candidate was found."), {}, note)
-    fastest = max(row["tokens_per_second"] for row in rows) * 1.05
-    fullest = max(limit_bytes, *(row["peak_bytes"] for row in rows)) * 1.05
+    fast, full = _Range.of([row["tokens_per_second"] for row in rows]), _Range.of([row["peak_bytes"] for row in rows])
     points, lines = [], []
     # Those that are drawn last lie on top: the run's own, and the best ones.
     for place, row in sorted(enumerate(rows), key=lambda item: -[kind for kind, _ in _KINDS].index(_kind(item[1]))):
-        x = EDGE + (WIDE - 2 * EDGE) * row["peak_bytes"] / fullest
-        y = HIGH - EDGE - (HIGH - 2 * EDGE) * row["tokens_per_second"] / fastest
+        x, y = _place(row, fast, full)
         radius = {"own": 8, "best": 6.5}.get(_kind(row), 4.5)
         points.append(f'<circle class="{_kind(row)}" data-row="{place}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>')
     best = sorted((row for row in rows if row["pareto"] and row["fits"]), key=lambda row: row["peak_bytes"])
-    front = " ".join(
-        f"{EDGE + (WIDE - 2 * EDGE) * row['peak_bytes'] / fullest:.1f},"
-        f"{HIGH - EDGE - (HIGH - 2 * EDGE) * row['tokens_per_second'] / fastest:.1f}"
-        for row in best
-    )
-    limit = EDGE + (WIDE - 2 * EDGE) * limit_bytes / fullest
+    front = " ".join(f"{x:.1f},{y:.1f}" for x, y in (_place(row, fast, full) for row in best))
+    limit = EDGE + (WIDE - 2 * EDGE) * full.share(limit_bytes)
+    shown = limit_bytes > 0 and EDGE <= limit <= WIDE - EDGE
     title = "Tokens a second over the peak of memory"
     svg = tag(
         "svg",
         f"<title>{title}</title><desc>{len(rows)} candidates, {sum(bool(row['fits']) for row in rows)} of which fit. The table "
         "below has them all.</desc>"
-        + (f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="{HIGH}"/>' if limit_bytes else "")
+        + (f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="{HIGH}"/>' if shown else "")
         + (f'<polyline class="front" points="{front}"/>' if front else "")
         + "".join(points),
         viewBox=f"0 0 {WIDE} {HIGH}",
@@ -78,8 +74,9 @@ def candidates_section(rows: Sequence[Mapping[str, Any]], *, limit_bytes: int = 
         '<label><input type="checkbox" data-only="pareto"> on the front</label>'
         '<label><input type="checkbox" data-only="proven"> proven</label>'
         '<output id="candidate-count" aria-live="polite"></output></div>'
-        f'<div class="scatter" id="candidate-plot"><span class="axis up">{two_digits(fastest / 1.05)} tokens/s</span>{svg}'
-        f'<span class="axis right">peak of memory, up to {human_bytes(fullest / 1.05)}</span></div>'
+        f'<div class="scatter" id="candidate-plot"><span class="axis up">{_three(fast.high)} tokens/s</span>'
+        f'<span class="axis low">{_three(fast.low)}, {human_bytes(full.low)}</span>{svg}'
+        f'<span class="axis right">peak of memory: {human_bytes(full.high)}</span></div>'
         '<p class="readout" id="candidate-readout" role="status" aria-live="polite">Point at a candidate.</p>'
         + legend((f"c-{kind}", words) for kind, words in _KINDS)
         + '<div class="scroll" tabindex="0" role="region" aria-label="candidates"><table id="candidate-table">'
@@ -87,6 +84,32 @@ def candidates_section(rows: Sequence[Mapping[str, Any]], *, limit_bytes: int = 
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
     return Section("candidates", "Candidates", body, {"count": len(rows)}, note)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The values of an edge of the drawing."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "_Range":
+        low, high = min(values), max(values)
+        free = 0.1 * (high - low) or 0.1 * high
+        return cls(max(0.0, low - free), high + free)
+
+    def share(self, value: float) -> float:
+        return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+
+
+def _place(row: Mapping[str, Any], fast: _Range, full: _Range) -> tuple[float, float]:
+    x = EDGE + (WIDE - 2 * EDGE) * full.share(row["peak_bytes"])
+    return x, HIGH - EDGE - (HIGH - 2 * EDGE) * fast.share(row["tokens_per_second"])
+
+
+def _three(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def _kind(row: Mapping[str, Any]) -> str:
@@ -104,8 +127,8 @@ def _line(place: int, row: Mapping[str, Any]) -> str:
     own = " (as it is)" if row.get("own") else ""
     overrides = f"<details><summary>overrides</summary><code>{escape(str(row['overrides']))}</code></details>"
     cells = (
-        (f'<td class="n" data-key="{row["tokens_per_second"]}">{two_digits(row["tokens_per_second"])}</td>'),
-        (f'<td class="n" data-key="{row["step_seconds"]}">{seconds_text(row["step_seconds"], 2)}</td>'),
+        (f'<td class="n" data-key="{row["tokens_per_second"]}">{_three(row["tokens_per_second"])}</td>'),
+        (f'<td class="n" data-key="{row["step_seconds"]}">{seconds_text(row["step_seconds"])}</td>'),
         (f'<td class="n" data-key="{row["peak_bytes"]}">{human_bytes(row["peak_bytes"])}</td>'),
         f"<td>{'yes' if row['fits'] else 'no'}</td>",
         f"<td>{'yes' if row['pareto'] else ''}</td>",

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from math import ceil, floor, log10
 from typing import Any
 
 from rich.table import Table
@@ -19,6 +20,7 @@ __all__ = [
     "seconds_text",
     "table",
     "tag",
+    "ticks",
     "two_digits",
 ]
 
@@ -161,8 +163,19 @@ def two_digits(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.0f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
+def ticks(most: float, number: int) -> list[float]:
+    """Return round values from 0 on and below ``most``, at most so many: multiples of 1, 2 or 5 and a power of ten."""
+    if most <= 0:
+        return [0.0]
+    power = 10 ** floor(log10(most / number))
+    step = next(power * one for one in (1, 2, 5, 10) if most / (power * one) <= number)
+    return [step * place for place in range(ceil(most / step))]
+
+
 def seconds_text(seconds: float, digits: int = 3) -> str:
     """Return a time with its unit, such as ``12.3 ms``."""
+    if seconds == 0:
+        return "0"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= size or unit == "µs":
             value = seconds / size

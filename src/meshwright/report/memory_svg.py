@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from meshwright.plan.show.summary import human_bytes
-from meshwright.report.markup import Section, figure, legend, seconds_text, table, tag
+from meshwright.report.markup import Section, figure, legend, seconds_text, table, tag, ticks
 from meshwright.trace.memory_curve import MemoryPoint
 from meshwright.trace.verdict import Verdict
 
@@ -34,7 +34,9 @@ def memory_section(points: Sequence[MemoryPoint], verdict: Verdict, seconds: flo
     kept = _thinned(points, seconds)
     rows = [{**{name: point.parts.get(name, 0) for name in PARTS}, "constant": constant} for point in kept]
     used = [name for name in PARTS if any(row[name] for row in rows)]
-    top = max(verdict.limit_bytes, *(sum(row.values()) for row in rows)) * 1.04
+    most = max(sum(row.values()) for row in rows)
+    above = most < verdict.limit_bytes / 2  # the line of the device would press all of it to the ground
+    top = 1.2 * most if above else 1.06 * max(most, verdict.limit_bytes)
     paths = "".join(_area(kept, rows, used[: place + 1], seconds, top, name) for place, name in reversed(list(enumerate(used))))
     limit = HIGH - HIGH * verdict.limit_bytes / top
     title = f"Memory of {rank} in a step, by what it is for"
@@ -42,22 +44,21 @@ def memory_section(points: Sequence[MemoryPoint], verdict: Verdict, seconds: flo
         "svg",
         f"<title>{title}</title><desc>The peak is {human_bytes(verdict.peak_bytes)}, {verdict.moment}; the device has "
         f"{human_bytes(verdict.limit_bytes)}.</desc>{paths}"
-        f'<line class="limit" x1="0" x2="{WIDE}" y1="{limit:.1f}" y2="{limit:.1f}"/>',
+        + ("" if above else f'<line class="limit" x1="0" x2="{WIDE}" y1="{limit:.1f}" y2="{limit:.1f}"/>'),
         viewBox=f"0 0 {WIDE} {HIGH}",
         preserveAspectRatio="none",
         role="img",
         aria_label=title,
     )
-    ticks = _scale(top)
-    side = "".join(f'<span style="bottom:{100 * size / top:.2f}%">{human_bytes(size)}</span>' for size in ticks)
-    below = "".join(f'<span style="left:{share}%">{seconds_text(seconds * share / 100)}</span>' for share in range(0, 100, 20))
+    side = "".join(f'<span style="bottom:{100 * size / top:.2f}%">{human_bytes(size)}</span>' for size in _scale(top))
+    below = "".join(f'<span style="left:{100 * time / seconds:.3f}%">{seconds_text(time)}</span>' for time in ticks(seconds, 6))
     drawing = (
         f'<div class="chart" id="memory-chart"><div class="side" aria-hidden="true">{side}</div>'
         f'<div class="pane" tabindex="0" role="application" aria-describedby="memory-chart-readout" '
         f'aria-label="{title}: left and right go through time">'
         f'<div class="wide">{svg}<div class="cursor"></div>'
-        f'<span class="limit-label" style="bottom:{100 * verdict.limit_bytes / top:.2f}%">'
-        f"{human_bytes(verdict.limit_bytes)} of the device</span></div>"
+        f'<span class="limit-label" style="top:{0 if above else 100 - 100 * verdict.limit_bytes / top:.2f}%">'
+        f"{human_bytes(verdict.limit_bytes)} of the device{', above the drawing' if above else ''}</span></div>"
         f'<div class="ticks" aria-hidden="true">{below}</div></div></div>'
         '<p class="readout" id="memory-chart-readout" role="status" aria-live="polite">Point at a time.</p>'
     )

@@ -5,6 +5,7 @@ const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const digits = (value, count) => Number(value.toPrecision(count)).toLocaleString("en", { maximumSignificantDigits: count });
 
 function seconds(value) {
+  if (value === 0) return "0";
   for (const [unit, size] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]])
     if (Math.abs(value) >= size || unit === "µs") return `${digits(value / size, 3)} ${unit}`;
 }
@@ -79,19 +80,14 @@ function timeline(root) {
     zoom = Math.min(256, Math.max(1, next));
     wide.style.width = `${zoom * 100}%`;
     pane.scrollLeft = centre * wide.clientWidth - pane.clientWidth / 2;
-    for (const tick of all(".ticks span", root)) {
-      const share = parseFloat(tick.style.left);
-      tick.textContent = seconds((about.seconds * share) / 100);
-    }
-    const ticks = find(".ticks", root), count = Math.min(640, 10 * zoom);
-    if (ticks.children.length !== count) {
-      ticks.replaceChildren(...Array.from({ length: count }, (_, number) => {
-        const tick = document.createElement("span");
-        tick.style.left = `${(100 * number) / count}%`;
-        tick.textContent = seconds((about.seconds * number) / count);
-        return tick;
-      }));
-    }
+    const power = 10 ** Math.floor(Math.log10(about.seconds / (10 * zoom)));
+    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => about.seconds / one <= 10 * zoom);
+    find(".ticks", root).replaceChildren(...Array.from({ length: Math.ceil(about.seconds / step) }, (_, number) => {
+      const tick = document.createElement("span");
+      tick.style.left = `${(100 * number * step) / about.seconds}%`;
+      tick.textContent = seconds(number * step);
+      return tick;
+    }));
   }
 
   function into(event) {

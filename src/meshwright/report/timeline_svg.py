@@ -8,7 +8,8 @@ its microbatch.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.report.markup import Section, attributes, figure, legend, seconds_text, table, tag
+from meshwright.plan.axes.pipeline.replay import Phase
+from meshwright.report.markup import Section, attributes, figure, legend, seconds_text, table, tag, ticks
 from meshwright.trace.step_timeline import LANES, Event, RankTimeline, StepTimeline
 
 __all__ = ["timeline_section"]
@@ -57,13 +58,11 @@ def timeline_section(timeline: StepTimeline) -> Section:
     names: dict[str, int] = {}
     body, rows = "", []
     if len(timeline.ranks) > 1:
-        lanes = [
-            (f"pp {rank.rank}", [replace_lane(event) for event in rank.events if event.lane != "pp" and _in_overview(event)])
-            for rank in timeline.ranks
-        ]
+        lanes = [(f"pp {rank.rank}", _microbatches(rank)) for rank in timeline.ranks]
         body += figure(
             _drawing("overview", lanes, timeline.seconds, names, MOST_OVERVIEW, "All ranks of pp, one below the other"),
-            caption="All ranks of pp. Gaps are waits for other stages.",
+            caption="All ranks of pp: each microbatch forward and backward, with all that it waits for on its stage. Gaps are "
+            "waits for other stages.",
             alternative=_ranks_table(timeline),
             controls=_controls("overview"),
         )
@@ -87,13 +86,22 @@ def timeline_section(timeline: StepTimeline) -> Section:
     return Section("timeline", "A step in time", body, data, lead)
 
 
-def replace_lane(event: Event) -> Event:
-    """Return an event of a rank for a drawing in which a rank has one lane."""
-    return replace(event, lane="compute")
-
-
-def _in_overview(event: Event) -> bool:
-    return event.lane not in ("fsdp", "replicas")
+def _microbatches(rank: RankTimeline) -> list[Event]:
+    """Return the microbatches of a rank, and what stands before and after them, for a drawing in which a rank has one lane."""
+    spans = [
+        Event(
+            "compute",
+            "compute",
+            f"stage {span.stage}",
+            "forward" if span.phase is Phase.FORWARD else "backward",
+            span.microbatch,
+            span.begin,
+            span.end,
+            span.end - span.begin,
+        )
+        for span in rank.spans
+    ]
+    return [*spans, *(event for event in rank.events if event.microbatch < 0)]
 
 
 def _lanes(rank: RankTimeline) -> list[str]:
@@ -129,8 +137,10 @@ def _drawing(
         role="img",
         aria_label=title,
     )
-    ticks = "".join(f'<span style="left:{share}%">{seconds_text(seconds * share / 100)}</span>' for share in range(0, 100, 10))
-    inner = f'<div class="wide"><div class="ticks" aria-hidden="true">{ticks}</div>{svg}<div class="cursor"></div></div>'
+    times = "".join(
+        f'<span style="left:{100 * time / seconds:.3f}%">{seconds_text(time)}</span>' for time in ticks(seconds, 10)
+    )
+    inner = f'<div class="wide"><div class="ticks" aria-hidden="true">{times}</div>{svg}<div class="cursor"></div></div>'
     values = attributes(id=key, style=f"--lanes:{height}", class_="timeline", data_lanes=height)
     return (
         f'<div{values}><ul class="lanes" aria-hidden="true">{"".join(labels)}</ul>'

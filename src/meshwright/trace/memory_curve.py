@@ -131,7 +131,7 @@ def _of_stages(
         points.append(MemoryPoint(time, moment, held))
         alive += change
         activations = round(alive / stages * fullest.of_microbatch) + (works if alive else 0)
-        held = {**fullest.parts, "activations": activations}
+        held = {**fullest.parts, "activations": activations, **({} if alive else {"logits": 0})}
         points.append(MemoryPoint(time, moment, held))
     points += [MemoryPoint(timeline.end, "waits for the other stages", held)]
     points += [MemoryPoint(timeline.end, UPDATE, update.parts), MemoryPoint(timeline.seconds, UPDATE, update.parts)]
