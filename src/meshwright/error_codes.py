@@ -277,6 +277,8 @@ CODES: dict[str, tuple[str, str]] = {
     "cli.dtype": ("The dtype is unknown.", "float32, bfloat16, float16."),
     "cli.part": ("It is no part of a whole.", "K/N with K from 1 to N."),
     "cli.trace": ("The file is no trace of a step.", "What torch's profiler writes: callbacks: [profile]."),
+    "cli.metrics": ("A run has no metrics, or not those that are asked for.", "A run's directory, with metrics.jsonl."),
+    "cli.by": ("It is nothing to draw metrics by.", "step, tokens."),
     "cli.diff": ("The file is no plan.", "The output of `meshwright plan --json`."),
     "worker.exception": ("A process failed with an exception of other code.", "The message has it; --debug its trace."),
     "worker.overflow": ("Torch cannot hold a number of the model in this dtype.", "Another --dtype."),

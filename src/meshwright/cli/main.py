@@ -15,6 +15,7 @@ from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgume
 from meshwright.cli.doctor import doctor
 from meshwright.cli.generate import generate
 from meshwright.cli.plan import plan
+from meshwright.cli.plot import plot
 from meshwright.cli.problems import show_problems
 from meshwright.cli.score import score
 from meshwright.cli.unknown_option import suggest
@@ -259,6 +260,7 @@ def export(
 
 app.command()(generate)
 app.command()(score)
+app.command()(plot)
 app.command()(doctor)
 
 
