@@ -1,7 +1,7 @@
 """`meshwright plan`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +10,7 @@ from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgume
 if TYPE_CHECKING:
     from meshwright.plan.cost.hardware import Hardware
     from meshwright.plan.result.sharding_plan import ShardingPlan
+    from meshwright.trace.memory import Traces
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
     from meshwright.train.config import RunConfig
@@ -146,10 +147,13 @@ def plan(
         typer.echo("\n".join(differences) or "no difference")
         return
     if as_json:
-        more = {}
+        more: dict[str, Any] = {}
         if hardware is not None:
-            verdict, seconds = _forecasts(setup, hardware, load)
+            from meshwright.trace.speedups import find_speedups
+
+            verdict, seconds, traces = _forecasts(setup, hardware, load)
             more = {"verdict": verdict.to_dict(), "time": seconds.to_dict(), "remarks": list(hardware.remarks)}
+            more["faster"] = [one.to_dict() for one in find_speedups(setup, hardware, traces, verdict, seconds)]
         typer.echo(priced_json(sharding_plan, more))
         return
     page = console()
@@ -171,11 +175,13 @@ def plan(
         for line in (*run.own_parts, *host_lines(run, sharding_plan)):
             page.print(line, highlight=False, markup=False, soft_wrap=True)
         if hardware is not None:
-            from meshwright.trace.show import show_remarks, show_time, show_verdict
+            from meshwright.trace.show import show_remarks, show_speedups, show_time, show_verdict
+            from meshwright.trace.speedups import find_speedups
 
-            verdict, seconds = _forecasts(setup, hardware, load)
+            verdict, seconds, traces = _forecasts(setup, hardware, load)
             page.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
-            page.print(show_remarks(hardware), highlight=False)
+            faster = find_speedups(setup, hardware, traces, verdict, seconds)
+            page.print(show_speedups(faster), show_remarks(hardware), highlight=False)
         else:
             page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         report_or_audit(setup, Source(str(config), tuple(overrides or ())), None)
@@ -210,13 +216,13 @@ def _refused_paths(run: "RunConfig") -> list[str]:
     return [f"{line}; `train` would refuse it, a plan does not read it" for line in absent if line]
 
 
-def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "tuple[Verdict, TimeForecast]":
+def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "tuple[Verdict, TimeForecast, Traces]":
     from meshwright.trace.memory import Traces
     from meshwright.trace.time import forecast_time
     from meshwright.trace.verdict import judge
 
     traces = Traces(setup, load=load or 1.0)
-    return judge(setup, hardware, traces), forecast_time(setup, hardware, traces)
+    return judge(setup, hardware, traces), forecast_time(setup, hardware, traces), traces
 
 
 def _plan_in(path: Path) -> "ShardingPlan":
