@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshwright.audit.report import AuditReport
     from meshwright.plan.cost.hardware import Hardware
     from meshwright.plan.result.sharding_plan import ShardingPlan
+    from meshwright.search.answer import Answer
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
 
@@ -138,6 +139,24 @@ class Run:
 
         traces = Traces(setup)
         return PlanView(setup.plan, hardware, judge(setup, hardware, traces), forecast_time(setup, hardware, traces))
+
+    def search(self, world_size: int, *, gpu: str, free: Iterable[str] = (), most: int = 5) -> "Answer":
+        """Return the best layouts of the run on a number of ranks, as ``meshwright plan --search``.
+
+        Args:
+            world_size: number of ranks.
+            gpu: device: a name, or a hardware file.
+            free: what may change although the configuration sets it: names of ``--free``.
+            most: number of layouts to return.
+
+        Raises:
+            ConfigError: an unknown device, or an unknown name in ``free``.
+        """
+        from meshwright.plan.cost.hardware import load_hardware
+        from meshwright.search.answer import base_of, search
+
+        hardware = load_hardware(gpu)
+        return search(base_of(self.config), world_size, hardware, free=tuple(free), most=most)
 
     def audit(self, nproc: int | None = None, *, steps: int = 3, dtype: str = "float64", drawn: bool = False) -> "AuditReport":
         """Prove the layout on local processes, as ``meshwright audit``. Its report says whether it ``passed``.

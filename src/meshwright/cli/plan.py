@@ -1,7 +1,7 @@
 """`meshwright plan`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -166,11 +166,12 @@ def plan(
         files.write(setup, forecasts, source, differences=(str(against), differences))
         return
     if as_json:
-        more = {}
+        more: dict[str, Any] = {}
         if forecasts is not None:
             verdict, seconds = forecasts.verdict.to_dict(), forecasts.time.to_dict()
             more = {"verdict": verdict, "time": seconds, "remarks": list(forecasts.hardware.remarks)}
-        files.write(setup, forecasts, source, refused=refused)
+            more["faster"] = [one.to_dict() for one in forecasts.faster]
+        files.write(setup, forecasts, source, refused=refused, faster=forecasts.faster if forecasts else ())
         typer.echo(priced_json(sharding_plan, more))
         return
     page = console()
@@ -192,17 +193,17 @@ def plan(
         for line in (*run.own_parts, *host_lines(run, sharding_plan)):
             page.print(line, highlight=False, markup=False, soft_wrap=True)
         if forecasts is not None:
-            from meshwright.trace.show import show_remarks, show_time, show_verdict
+            from meshwright.trace.show import show_remarks, show_speedups, show_time, show_verdict
 
             device = forecasts.hardware
             page.print(show_verdict(forecasts.verdict, device), show_time(forecasts.time, calibrated=device.calibrated))
-            page.print(show_remarks(device), highlight=False)
+            page.print(show_speedups(forecasts.faster), show_remarks(device), highlight=False)
         else:
             page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         report_or_audit(setup, source, None)
         for line in refused:
             page.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
-        for line in files.write(setup, forecasts, source, refused=refused):
+        for line in files.write(setup, forecasts, source, refused=refused, faster=forecasts.faster if forecasts else ()):
             page.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

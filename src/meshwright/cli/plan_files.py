@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshwright.report.markup import Section
     from meshwright.search.answer import Answer
     from meshwright.trace.memory import Traces
+    from meshwright.trace.speedups import Speedup
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
     from meshwright.train.proofs.records import Source
@@ -58,6 +59,13 @@ class Forecasts:
         from meshwright.trace.time import forecast_time
 
         return forecast_time(self.setup, self.hardware, self.traces)
+
+    @cached_property
+    def faster(self) -> "Sequence[Speedup]":
+        """Changes that save most of its time."""
+        from meshwright.trace.speedups import find_speedups
+
+        return find_speedups(self.setup, self.hardware, self.traces, self.verdict, self.time)
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,7 @@ class PlanFiles:
         forecasts: Forecasts | None,
         source: "Source",
         *,
+        faster: "Sequence[Speedup]" = (),
         refused: Sequence[str] = (),
         differences: "tuple[str, Sequence[PlanDifference]] | None" = None,
         candidates: "Section | None" = None,
@@ -133,6 +142,7 @@ class PlanFiles:
             setup: the run.
             forecasts: what is forecast of it; ``None``: no device was given.
             source: where its configuration came from.
+            faster: changes that would save time.
             refused: what `train` would refuse, a line each.
             differences: another plan's name, and what differs from it.
             candidates: the candidates of a search, as a part of the page.
@@ -149,7 +159,7 @@ class PlanFiles:
         if forecasts is not None:
             timeline = step_timeline(setup, forecasts.hardware, forecasts.traces, forecasts.time)
             memory = memory_curve(setup, forecasts.traces, timeline)
-            drawn = PlanForecast(forecasts.hardware, forecasts.verdict, forecasts.time, timeline, memory)
+            drawn = PlanForecast(forecasts.hardware, forecasts.verdict, forecasts.time, timeline, memory, tuple(faster))
         if self.trace_out is not None and drawn is not None:
             trace = chrome_trace(drawn.timeline, drawn.memory, setup.layout, self.config.stem)
             if self.measured is not None:

@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from meshwright.plan.cost.hardware import Hardware
     from meshwright.search.answer import Answer
     from meshwright.train.config import RunConfig
-    from meshwright.train.start.setup import RunSetup
 
 __all__ = ["refuse_options", "search_layouts", "sizes_of"]
 
@@ -88,7 +86,7 @@ def search_layouts(
         tried: number of the best layouts that are measured here; ``None``: none.
         as_json: whether to print JSON.
     """
-    from meshwright.search.answer import search
+    from meshwright.search.answer import base_of, search
     from meshwright.search.measure import Trial, measure, trial_of
     from meshwright.search.show import show_answer, show_scaling, show_trials
     from meshwright.terminal import console
@@ -97,7 +95,7 @@ def search_layouts(
 
     if tried is not None and len(sizes) != 1:
         raise ConfigError("cli.exclusive", "--try: measures on this machine; give one number of ranks")
-    setup = _base(run)
+    setup = base_of(run)
     store, source = TraceStore(setup), Source(str(config), tuple(overrides))
     names = [] if free is None else [name.strip() for name in free.split(",")]
     answers = [
@@ -127,12 +125,3 @@ def _say(as_json: bool) -> Callable[[str], None]:
     """Return what tells a person who waits at a terminal how far the search is."""
     quiet = as_json or not sys.stderr.isatty()
     return (lambda line: None) if quiet else lambda line: typer.echo(line, err=True)
-
-
-def _base(run: "RunConfig") -> "RunSetup":
-    """Return a run on one rank, whose model and facts all layouts share, with the configuration that was given."""
-    from meshwright.train.start.setup import make_setup
-
-    plain = run.parallel.model_copy(update={"pipeline": type(run.parallel.pipeline)()})
-    alone = run.model_copy(update={"layout": type(run.layout)(), "parallel": plain})
-    return replace(make_setup(alone, 1, planning=True), config=run)

@@ -18,6 +18,7 @@ from meshwright.report.page import page
 from meshwright.report.timeline_svg import timeline_section
 from meshwright.report.unit_tree import units_section
 from meshwright.trace.memory_curve import MemoryPoint
+from meshwright.trace.speedups import Speedup
 from meshwright.trace.step_timeline import StepTimeline
 from meshwright.trace.time import TimeForecast
 from meshwright.trace.verdict import Verdict
@@ -40,6 +41,7 @@ class PlanForecast:
         time: how long a step takes.
         timeline: the step in time.
         memory: what each rank of `pp` holds, by time.
+        faster: changes that would save time, the best first.
     """
 
     hardware: Hardware
@@ -47,6 +49,7 @@ class PlanForecast:
     time: TimeForecast
     timeline: StepTimeline
     memory: Mapping[int, Sequence[MemoryPoint]]
+    faster: tuple[Speedup, ...] = ()
 
 
 def plan_page(
@@ -122,6 +125,19 @@ def _verdict(microbatches: int, forecast: PlanForecast | None, standing: str, re
             for change in verdict.changes
         ]
         changes = table(("change", "peak", "fits", "cost"), rows, caption="What would help, the cheapest first", numeric=[1])
+    if forecast.faster:
+        lines = [
+            (
+                " ".join(one.overrides),
+                seconds_text(one.step_seconds, 2),
+                f"{one.saved:.0%}",
+                human_bytes(one.peak_bytes),
+                one.reason,
+            )
+            for one in forecast.faster
+        ]
+        columns = ("change", "step", "saved", "peak", "why")
+        changes += table(columns, lines, caption="What would save most time, one at a time", numeric=(1, 2, 3))
     remarks = listed(hardware.remarks, "remarks")
     how = "calibrated" if hardware.calibrated else "not calibrated: their speed is assumed"
     lead = f"A forecast, made without a device; devices are {how}."

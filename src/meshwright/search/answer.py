@@ -1,7 +1,7 @@
 """What a search answers: the best few with what they cost and what they lack, why the user's own layout is not the best."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError
@@ -13,10 +13,11 @@ from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.memory import Traces
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import fit
+from meshwright.train.config import RunConfig
 from meshwright.train.proofs.records import Source, standing_of
-from meshwright.train.start.setup import RunSetup, change_setup
+from meshwright.train.start.setup import RunSetup, change_setup, make_setup
 
-__all__ = ["Answer", "Option", "Own", "search"]
+__all__ = ["Answer", "Option", "Own", "base_of", "search"]
 
 INDISTINCT = {False: 0.1, True: 0.05}
 """Share of a step's time by which the forecasts of two layouts err from each other, without and with calibration: assumed from
@@ -119,6 +120,17 @@ class Answer:
         }
 
 
+def base_of(run: RunConfig) -> RunSetup:
+    """Return a run on one rank, whose model and facts all layouts share, with the configuration as it was given.
+
+    Raises:
+        MeshwrightError: its model, objective, data or optimizer are refused on any layout.
+    """
+    plain = run.parallel.model_copy(update={"pipeline": type(run.parallel.pipeline)(), "sequence_parallel": False})
+    alone = run.model_copy(update={"layout": type(run.layout)(), "parallel": plain})
+    return replace(make_setup(alone, 1, planning=True), config=run)
+
+
 def search(
     setup: RunSetup,
     world_size: int,
@@ -134,7 +146,7 @@ def search(
     """Return the best layouts of a run on a number of ranks.
 
     Args:
-        setup: the run, on any number of ranks; no process group may exist.
+        setup: the run, as :func:`base_of` returns it; no process group may exist.
         world_size: number of ranks.
         hardware: the devices.
         free: names of :data:`~meshwright.search.space.FREE` that may change although the configuration sets them.

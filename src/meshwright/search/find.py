@@ -7,7 +7,6 @@ the bounds hold.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +53,7 @@ class Tally:
     do_not_fit: int = 0
     traces: int = 0
     seconds: float = 0.0
-    codes: Counter[str] = field(default_factory=Counter)
+    codes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class _Search:
             self._look_at(others)
         self.tally.seconds = time.monotonic() - begun
         self.tally.traces = self.pricer.store.made - self.made
-        self.tally.codes = Counter(self.pricer.refusals)
+        self.tally.codes = dict(self.pricer.refusals)
         best = sorted(self.best.values(), key=lambda price: price.seconds)[: self.most]
         return Found(tuple(best), tuple(front_of(self.priced)), self.tally, None if best else self.smallest)
 

@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextMethod, PipelineSchedule, SyncPolicy
+from meshwright.trace.verdict import override_text
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup
 
@@ -97,11 +98,6 @@ class Candidate:
             if before != value:
                 found.append(f"{key}={override_text(value)}")
         return tuple(found)
-
-
-def override_text(value: Any) -> str:
-    """Return a value as an override has it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)

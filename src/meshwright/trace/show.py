@@ -1,15 +1,18 @@
 """Forecasts as tables for people."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.show.summary import human_bytes
+from meshwright.trace.speedups import Speedup
 from meshwright.trace.time import TimeForecast
 from meshwright.trace.verdict import Verdict
 
-__all__ = ["show_remarks", "show_time", "show_verdict"]
+__all__ = ["show_remarks", "show_speedups", "show_time", "show_verdict"]
 
 _WORDS = {
     "parameters": "shards, as stored",
@@ -70,6 +73,16 @@ def show_time(forecast: TimeForecast, *, calibrated: bool) -> RenderableType:
         f"a step takes {low} to {high}, on devices that are {'calibrated' if calibrated else 'not calibrated'}",
         f"about {tokens} tokens/s and {operations} model TFLOP/s a device (MFU {forecast.mfu:.0%})",
     )
+
+
+def show_speedups(changes: Sequence[Speedup]) -> RenderableType:
+    """Return the changes that save most time, a line each; empty if there are none."""
+    lines = [
+        f"  {escape(' '.join(one.overrides))}: {_seconds(one.step_seconds)}, {one.saved:.0%} less; "
+        f"{human_bytes(one.peak_bytes)}; {one.reason}"
+        for one in changes
+    ]
+    return Group(*(["What would save most time, one at a time:", *lines] if lines else ()))
 
 
 def show_remarks(hardware: Hardware) -> RenderableType:

@@ -12,7 +12,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, change_setup
 from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
 
-__all__ = ["ALLOCATOR", "Change", "Verdict", "fit", "judge"]
+__all__ = ["ALLOCATOR", "Change", "Overrides", "Verdict", "fit", "judge", "override_text", "with_values"]
 
 ALLOCATOR = 0.15
 """What torch's allocator adds to all but the state, for rounding and fragments. Fitted on two rows of torchtitan's table of
@@ -86,12 +86,12 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
         if len(found) == PROPOSED:
             break
         try:
-            changed = change_setup(setup, _with(setup.config, overrides), setup.layout.world_size)
+            changed = change_setup(setup, with_values(setup.config, overrides), setup.layout.world_size)
             changed = changed if setup.teacher is None else with_teacher(changed)
             other = _verdict(forecast_memory(changed, replace(traces, setup=changed, made={})), hardware, changed)
         except MeshwrightError:  # the change is illegal for this run
             continue
-        change = Change(tuple(f"{key}={_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)
+        change = Change(tuple(f"{key}={override_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)
         (found if other.fits else worse).append(change)
     worse = sorted((change for change in worse if change.peak_bytes < verdict.peak_bytes), key=lambda change: change.peak_bytes)
     changes = (*found, *worse[: PROPOSED - len(found)])
@@ -117,6 +117,7 @@ def _verdict(forecast: MemoryForecast, hardware: Hardware, setup: RunSetup) -> V
 
 
 Overrides = Sequence[tuple[str, Any]]
+"""Keys of the configuration with their values."""
 
 
 def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
@@ -170,7 +171,7 @@ def _less(mode: str, than: ActivationCheckpointing) -> bool:
     return order.index(mode) > order.index(str(than))
 
 
-def _with(config: RunConfig, overrides: Overrides) -> RunConfig:
+def with_values(config: RunConfig, overrides: Overrides) -> RunConfig:
     """Return a configuration with other values."""
     values = config.model_dump()
     for key, value in overrides:
@@ -179,5 +180,6 @@ def _with(config: RunConfig, overrides: Overrides) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def _text(value: Any) -> str:
+def override_text(value: Any) -> str:
+    """Return a value as an override has it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,98 @@
+"""Which single changes of a run save most time: each is planned, traced and priced as the run itself."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.plan.cost.hardware import Hardware
+from meshwright.plan.cost.price import totals
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
+from meshwright.trace.memory import Traces
+from meshwright.trace.time import TimeForecast, forecast_time
+from meshwright.trace.verdict import Overrides, Verdict, fit, override_text, with_values
+from meshwright.train.start.setup import RunSetup, change_setup
+
+__all__ = ["Speedup", "find_speedups"]
+
+PROPOSED = 3
+"""Number of changes that are proposed."""
+
+LEAST = 0.01
+"""Share of a step that a change must save."""
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A change of a run that makes its step shorter, and with which it still fits.
+
+    Attributes:
+        overrides: what to append to the command.
+        reason: why it is faster, in words.
+        step_seconds: a step with it.
+        saved: share of the step that it saves.
+        peak_bytes: memory of the fullest rank with it.
+    """
+
+    overrides: tuple[str, ...]
+    reason: str
+    step_seconds: float
+    saved: float
+    peak_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the change as plain values, for JSON."""
+        return asdict(self)
+
+
+def find_speedups(
+    setup: RunSetup, hardware: Hardware, traces: Traces, verdict: Verdict, time: TimeForecast
+) -> tuple[Speedup, ...]:
+    """Return the changes that save most time, the best first; none for a run that does not fit, or has a teacher.
+
+    Args:
+        setup: the run. No process group may exist.
+        hardware: the devices.
+        traces: its traces.
+        verdict: whether it fits.
+        time: how long a step takes.
+    """
+    if not verdict.fits or setup.teacher is not None:
+        return ()
+    found = []
+    for overrides, reason in _candidates(setup, verdict, time):
+        try:
+            changed = change_setup(setup, with_values(setup.config, overrides), setup.layout.world_size)
+            own = replace(traces, setup=changed, made={})
+            other = fit(changed, hardware, own)
+            seconds = forecast_time(changed, hardware, own).step_seconds
+        except MeshwrightError:  # the change is illegal for this run
+            continue
+        saved = 1 - seconds / time.step_seconds
+        if other.fits and saved >= LEAST:
+            words = tuple(f"{key}={override_text(value)}" for key, value in overrides)
+            found.append(Speedup(words, reason, seconds, saved, other.peak_bytes))
+    return tuple(sorted(found, key=lambda change: change.step_seconds)[:PROPOSED])
+
+
+def _candidates(setup: RunSetup, verdict: Verdict, time: TimeForecast) -> Iterator[tuple[Overrides, str]]:
+    plan, layout, config = setup.plan, setup.layout, setup.config
+    options, parallel = plan.options, config.parallel
+    if not options.compile:
+        share = (time.parts.get("elementwise", 0.0) + time.parts.get("launches", 0.0)) / time.step_seconds
+        yield [("parallel.compile", True)], f"{share:.0%} of the step are operators beside products, which the compiler fuses"
+    if any(unit.sync is not SyncPolicy.DEFER for unit in plan.fsdp_units) and options.microbatches > 1:
+        held = totals(plan)
+        more = sum(row.gathered_bytes + row.reduced_bytes for row in plan.parameters) // layout.size("pp")
+        now = held.gathered_peak_bytes + held.unsharded_gradient_peak_bytes
+        if verdict.peak_bytes + more - now <= verdict.limit_bytes:
+            yield [("parallel.sync", "defer")], "parameters are gathered, and gradients reduced, once a step"
+    modes = [ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE]
+    for mode in modes[: modes.index(now_mode)] if (now_mode := parallel.activation_checkpointing) in modes else modes:
+        yield [("parallel.activation_checkpointing", mode.value)], "less is recomputed"
+    rows = config.training.microbatch_size
+    if options.microbatches % 2 == 0:
+        yield [("training.microbatch_size", 2 * rows)], "half the microbatches: fewer collectives, larger products"
+    for axis in ("tp", "cp", "pp"):
+        if (size := layout.size(axis)) > 1:
+            yield [(f"layout.{axis}", size // 2), ("layout.dp_shard", None)], f"less communication and waiting over {axis}"

@@ -1,0 +1,265 @@
+"""A search prices as `plan --gpu` does, its bounds are below its prices, and it finds what pricing everything finds."""
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshwright.cli.main import app
+from meshwright.errors import ConfigError
+from meshwright.plan.cost.hardware import Hardware, load_hardware
+from meshwright.search.answer import Option, base_of, search
+from meshwright.search.bounds import Bounds
+from meshwright.search.candidate_price import Price, Pricer
+from meshwright.search.find import find_best, front_of
+from meshwright.search.measure import Trial, measure
+from meshwright.search.space import Branch, Candidate, Space
+from meshwright.trace.kept_traces import TraceStore
+from meshwright.trace.memory import Traces
+from meshwright.trace.time import forecast_time
+from meshwright.trace.verdict import fit
+from meshwright.train.config import RunConfig, overridden
+from meshwright.train.start.setup import RunSetup, make_setup
+from tests.harness import run_ranks
+from tests.trace.test_memory import setup_of
+
+RANKS = 4
+NODE = 2
+"""Devices of a node: layouts of four ranks cross nodes."""
+
+
+def small_device(memory_mib: float) -> Hardware:
+    """A device that is as slow as the models of tests are small, so that no part of a step vanishes."""
+    h100 = load_hardware("h100")
+    return replace(
+        h100, memory_gib=memory_mib / 1024, reserved_gib=0.0, bf16_tflops=0.05, fp32_tflops=0.05, hbm_tb_s=0.002,
+        gpus_per_node=NODE, link_gb_s=0.1, link_us=1.0, nic_gb_s=0.02, nic_us=2.0, host_gb_s=0.02, launch_us=0.1,
+    )  # fmt: skip
+
+
+def base(family: str = "llama", **sections: Any) -> RunSetup:
+    config = setup_of(1, family, layers=4).config.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    for name, values in sections.items():
+        config[name] = {**config.get(name, {}), **values}
+    return base_of(RunConfig.model_validate(config))
+
+
+def small_space(setup: RunSetup, free: Iterable[str] = ("layout", "microbatch")) -> Space:
+    return Space(setup, RANKS, NODE, free)
+
+
+def all_candidates(space: Space) -> list[tuple[Branch, Candidate]]:
+    return [(branch, one) for branch in space.branches() for one in branch.candidates()]
+
+
+def in_one_process(function: Any) -> Any:
+    """A forecast makes process groups of a world that is not there."""
+    (found,) = run_ranks(lambda _: function(), 1, group=False)
+    return found
+
+
+def priced_anew(
+    setup: RunSetup, candidate: Candidate, hardware: Hardware, folder: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `plan --gpu` says of a candidate: model, plan and traces are made for it alone."""
+    config = RunConfig.model_validate(candidate.config(setup.config).model_dump(by_alias=True))
+    own = make_setup(config, RANKS, planning=True)
+    traces = Traces(own, store=TraceStore(own, folder))
+    return fit(own, hardware, traces).to_dict(), forecast_time(own, hardware, traces).to_dict()
+
+
+CHOICES = {"compile": False, "cpu_offload": False, "context_parallel": "gather", "sync": "reduce_each"}
+"""Choices that are written, so that the space is small enough to price all of it."""
+
+
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [("llama", 4), *(pytest.param(family, 40, marks=pytest.mark.thorough) for family in ("llama", "qwen3_moe"))],
+)
+def test_candidates_cost_what_plan_says(family: str, number: int, tmp_path: Path) -> None:
+    """Traces, facts and prices that candidates share say of each, to the byte, what is found for it alone."""
+    setup, device = base(family), small_device(64.0)
+    pricer = Pricer(setup, device, TraceStore(setup, tmp_path / "shared"))
+    drawn = random.Random(0).sample(all_candidates(small_space(setup)), 20 * number)
+    legal = [candidate for _, candidate in drawn if pricer.setup_of(candidate) is not None][:number]
+    assert len(legal) == number
+
+    def compared() -> list[tuple[Any, Any]]:
+        pricer = Pricer(setup, device, TraceStore(setup, tmp_path / "shared"))
+        found = []
+        for number, (_, candidate) in enumerate(drawn):
+            price = pricer.price(candidate)
+            if price is not None:
+                both = price.verdict.to_dict(), price.time.to_dict()
+                found.append((both, priced_anew(setup, candidate, device, tmp_path / str(number))))
+        return found
+
+    pairs = in_one_process(compared)
+    assert len(pairs) > 10
+    for searched, planned in pairs:
+        assert searched == planned
+
+
+@pytest.mark.parametrize(
+    ("family", "memory", "layout"),
+    [
+        ("llama", 0.8, {"cp": 1, "pp": 1}),
+        *(
+            pytest.param(family, memory, layout, marks=pytest.mark.thorough)
+            for family, memory, layout in (
+                ("llama", 64.0, {"cp": 1}), ("llama", 0.8, {"tp": 1}), ("qwen3_moe", 2.0, {"cp": 1, "pp": 1})
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_the_winners_are_those_of_pricing_everything(
+    family: str, memory: float, layout: dict[str, int], tmp_path: Path
+) -> None:
+    setup, device = base(family, parallel=CHOICES, layout=layout), small_device(memory)
+
+    def both() -> tuple[list[float], list[float], int, int, list[float]]:
+        store = TraceStore(setup, tmp_path)
+        space, pricer = small_space(setup, []), Pricer(setup, device, store)
+        found = find_best(space, device, pricer)
+        bounds, best, excess = Bounds(setup, device, store), {}, []
+        for branch, candidate in all_candidates(space):
+            price = pricer.price(candidate)
+            if price is None:
+                continue
+            times = [
+                bounds.seconds(branch),
+                bounds.seconds(branch, candidate),
+                bounds.seconds(branch, candidate, measured=True),
+            ]
+            excess.append(max(times) / price.seconds)
+            excess.append(bounds.bytes(branch, candidate) / price.verdict.peak_bytes)
+            if price.verdict.fits and price.seconds < best.get(candidate.layout, float("inf")):
+                best[candidate.layout] = price.seconds
+        times = [price.seconds for price in found.best]
+        return times, sorted(best.values()), found.tally.priced, found.tally.candidates, excess
+
+    times, every, priced, candidates, excess = in_one_process(both)
+    assert max(excess) <= 1.0
+    assert times
+    assert times == pytest.approx(every[: len(times)])
+    assert priced < candidates / 2
+
+
+def test_what_is_written_is_kept() -> None:
+    setup = base(layout={"tp": 2}, parallel={"activation_checkpointing": "full"}, training={"microbatch_size": 2})
+    kept = list(Space(setup, RANKS, NODE).branches())
+    assert {branch.layout.size("tp") for branch in kept} == {2}
+    assert {branch.rows for branch in kept} == {2}
+    assert not any("parallel.activation_checkpointing" in branch.choices for branch in kept)
+    assert not any("optimizer.kind" in branch.choices for branch in kept)
+    freed = list(Space(setup, RANKS, NODE, ["all"]).branches())
+    assert {branch.layout.size("tp") for branch in freed} == {1, 2}
+    assert len({branch.rows for branch in freed}) > 2
+    assert all("optimizer.kind" in branch.choices for branch in freed)
+    with pytest.raises(ConfigError, match="legal are layout, microbatch"):
+        Space(setup, RANKS, NODE, ["layouts"])
+
+
+def test_overrides_make_the_candidate() -> None:
+    setup = base(parallel=CHOICES)
+    for _, candidate in random.Random(1).sample(all_candidates(small_space(setup)), 20):
+        config = candidate.config(setup.config)
+        content = json.loads(setup.config.model_dump_json(by_alias=True))
+        given = overridden(content, candidate.overrides(setup.config))
+        assert given.layout.layout().resolve(RANKS) == candidate.layout
+        assert given.parallel == config.parallel
+        assert given.training == config.training
+
+
+def _option(name: str) -> Option:
+    return Option(name, (name,), 1.0, 1.0, 1.0, 0.4, 1, 1, "", True, "unproven", "", 1.0, 1.0)
+
+
+def test_the_winner_by_measurement() -> None:
+    given = {"a": 3.0, "b": None, "c": 2.0}
+    trials = measure(
+        [_option(name) for name in given], lambda one: Trial(one, given[one.layout], "" if given[one.layout] else "out")
+    )
+    assert [trial.option.layout for trial in trials] == ["c", "a", "b"]
+    assert trials[-1].problem == "out"
+
+
+def test_the_front_has_what_nothing_beats() -> None:
+    def price(seconds: float, peak: int) -> Price:
+        verdict = type("V", (), {"peak_bytes": peak})()
+        return Price(None, None, verdict, type("T", (), {"step_seconds": seconds})())  # type: ignore[arg-type]
+
+    front = front_of([price(2, 5), price(1, 9), price(3, 6), price(3, 4), price(1, 8)])
+    assert [(one.seconds, one.verdict.peak_bytes) for one in front] == [(1, 8), (2, 5), (3, 4)]
+
+
+def test_why_the_own_layout_loses() -> None:
+    setup = base(parallel={**CHOICES, "activation_checkpointing": "none"}, layout={"dp_shard": 2, "tp": 2})
+
+    def answered() -> Any:
+        answer = search(setup, RANKS, small_device(64.0), free=["layout"])
+        return answer.own, answer.options, search(setup, 3, small_device(64.0)).own_refused
+
+    own, options, refused = in_one_process(answered)
+    assert own.fits
+    assert own.layout == "dp_shard=2 tp=2"
+    assert own.step_seconds > options[0].step_seconds
+    assert "more communication over tp" in own.words
+    assert options[0].as_fast
+    assert options[0].proven == "unproven"
+    assert "3" in refused
+    assert options[0].gpu_hours == pytest.approx(options[0].step_seconds * RANKS / 3600)
+
+
+CONFIG = """
+output: {folder}/run
+model:
+  config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4, num_attention_heads: 4,
+            num_key_value_heads: 2, vocab_size: 512, max_position_embeddings: 128}}
+data: {{files: [{folder}/text.jsonl], sequence_length: 64}}
+tokenizer: {{vocab_size: 512}}
+training: {{steps: 4, global_batch_size: 8}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    rows = [json.dumps({"text": f"one sentence number {index} of many, each about nothing at all"}) for index in range(400)]
+    (tmp_path / "text.jsonl").write_text("\n".join(rows))
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.format(folder=tmp_path))
+    return file
+
+
+def test_the_command(config: Path) -> None:
+    def run(*options: str) -> tuple[int, str]:
+        found = CliRunner().invoke(app, ["plan", str(config), *options])
+        return found.exit_code, found.output + (str(found.exception) if found.exception else "")
+
+    arguments = ("parallel.compile=false", "parallel.activation_checkpointing=none", "--gpu", "h100")
+    code, text = in_one_process(lambda: run(*arguments, "--search", "--world-size", "2,4", "--price", "2", "--json"))
+    assert code == 0, text
+    answers = json.loads(text[text.index("{") :])["answers"]
+    assert [answer["world_size"] for answer in answers] == [2, 4]
+    assert all(answer["options"] and answer["tally"]["candidates"] for answer in answers)
+    code, text = in_one_process(lambda: run(*arguments, "--search", "--world-size", "2,4", "--price", "2"))
+    assert code == 0
+    for words in ("The best layout by number of ranks", "cost", "meshwright train"):
+        assert words in text
+    for options, words in (
+        (("--search",), "add --gpu"),
+        (("--free", "layout"), "add --search"),
+        (("--world-size", "2,4"), "several numbers are for searches"),
+        (("--world-size", "two", "--search", "--gpu", "h100"), "positive whole numbers"),
+        (("--search", "--gpu", "h100", "--timeline", "--world-size", "2"), "shows one plan"),
+        (("--search", "--gpu", "h100", "--try", "1", "--world-size", "2,4"), "give one number"),
+        (("--search", "--gpu", "h100", "--free", "every", "--world-size", "2"), "legal are layout"),
+    ):
+        code, text = run(*options)
+        assert code != 0
+        assert words in text
