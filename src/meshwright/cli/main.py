@@ -24,6 +24,7 @@ from meshwright.quiet import quiet
 
 if TYPE_CHECKING:
     from meshwright.audit.report import AuditReport
+    from meshwright.train.config import RunConfig
     from meshwright.train.start.setup import RunSetup
 
 __all__ = ["app", "main"]
@@ -132,7 +133,12 @@ def train(
 
     source = Source(str(config), tuple(overrides or ()))
     prove = _prove if audit_first else None
-    launch(run, debug=debug, source=source, prove=prove, forecast=forecast, nproc=nproc, fast=fast)
+    try:
+        launch(run, debug=debug, source=source, prove=prove, forecast=forecast, nproc=nproc, fast=fast)
+    except StoppedError:
+        _report(run)
+        raise
+    _report(run)
 
 
 @app.command()
@@ -147,6 +153,9 @@ def audit(
     dtype: Annotated[str, typer.Option("--dtype", help="Arithmetic: float64, float32 or bfloat16.")] = "float64",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the whole report to a file.", show_default=False)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page about it to a file.", show_default=False)
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="As launch.device: auto, cpu, accelerator or a kind of device.")
@@ -171,6 +180,9 @@ def audit(
     drawn = drawn or is_loop(config)  # its data are its own
     if json_file is not None:
         check_writable("--json", json_file, config)
+    if html is not None:
+        check_writable("--html", html, config)
+        from meshwright.report.audit_page import audit_page, failed_page
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
     try:
         report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout, say=typer.echo)
@@ -184,10 +196,14 @@ def audit(
                 "codes": list(error.codes),
             }
             json_file.write_text(json.dumps(content))
+        if html is not None:
+            html.write_text(failed_page(config.stem, error.problems), encoding="utf-8")
         raise
     console().print(report.explain())
     if json_file is not None:
         json_file.write_text(report.to_json())
+    if html is not None:
+        html.write_text(audit_page(report, config.stem), encoding="utf-8")
     typer.echo(report.verdict)
     if not report.passed:
         _end(1)
@@ -262,6 +278,15 @@ app.command()(generate)
 app.command()(score)
 app.command()(plot)
 app.command()(doctor)
+
+
+def _report(run: "RunConfig") -> None:
+    """Write the page about a run that has ended, if the configuration asks for it; one process of a run does so."""
+    if not run.metrics.html or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+        return
+    from meshwright.report.run_page import write_run_page
+
+    typer.echo(f"report {write_run_page(run.directory)}")
 
 
 def _prove(setup: "RunSetup") -> "AuditReport":

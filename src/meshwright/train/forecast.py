@@ -28,7 +28,7 @@ from meshwright.plan.cost.operations import operations_of_token
 from meshwright.plan.given.inspection import inspect_model
 from meshwright.train.start.setup import RunSetup
 
-__all__ = ["COMPUTED", "Expectation", "Forecast", "compared", "operations_of_step", "part_of"]
+__all__ = ["ALL", "COMPUTED", "Expectation", "Forecast", "compared", "operations_of_step", "part_of"]
 
 Forecast = Callable[[Path, int, str], list[str]]
 """Returns a command that prints the parts of a step in seconds, as JSON, for a configuration, a number of ranks and the name or

@@ -86,6 +86,11 @@ class MetricsConfig(Section):
     tensorboard: bool = Field(default=True, description="Event files in tensorboard/ of the output directory.")
     wandb: str | None = Field(default=None, description="Project of Weights & Biases (needs the extra [wandb]).")
     mlflow: str | None = Field(default=None, description="Experiment of MLflow (needs the extra [mlflow]).")
+    html: bool = Field(
+        default=False,
+        description="At the end, report.html in the output directory: loss, learning rate, throughput and memory, with the "
+        "forecast beside the measured step, as one page (docs/report.md).",
+    )
     sinks: list[PartName] = Field(
         default=[], description="Sinks of your own, as `module:Name` or `{use: module:Name, with: {...}}` (docs/own-parts.md)."
     )

@@ -168,6 +168,9 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
         if getattr(config.metrics, name) is not None and find_spec(name) is None
     ]:
         errors.append(ConfigError(missing))
+    if config.metrics.html and not config.metrics.jsonl:
+        text = "metrics.html=True: is made from metrics.jsonl, which metrics.jsonl=False leaves out"
+        errors.append(ConfigError("config.together", text))
     if config.metrics.gpu is not None:
         try:
             load_hardware(config.metrics.gpu, "metrics.gpu")
