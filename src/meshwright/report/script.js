@@ -49,7 +49,7 @@ function timeline(root) {
     cursor.className = "cursor on span";
     cursor.style.left = `${(event.begin / WIDE) * 100}%`;
     cursor.style.width = `${Math.max(0.05, ((event.end - event.begin) / WIDE) * 100)}%`;
-    cursor.style.top = `${svg.offsetTop + number * each}px`;
+    cursor.style.top = `${box.top - wide.getBoundingClientRect().top + number * each}px`;
     cursor.style.height = `${each}px`;
     cursor.style.bottom = "auto";
     const time = about.seconds / WIDE;
