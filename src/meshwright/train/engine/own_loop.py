@@ -43,8 +43,9 @@ class Engine(LoopSteps):
     them: ``input_ids`` [B, S], and see :func:`~meshwright.train.engine.loop_batches.completed`. Each rank computes its part.
 
     Args:
-        model: a causal language model of transformers: with values, the same on all ranks, of which each keeps its slices; or
-            on the meta device, to begin at random; or a directory or hub name, of which each rank reads its slices.
+        model: a causal language model of transformers, or a plain module like one (docs/own-loop.md): with values, the same on
+            all ranks, of which each keeps its slices; or on the meta device, to begin at random; or a directory or hub name, of
+            which each rank reads its slices.
         layout: sizes of axes, as ``dp_shard=2,tp=2``; what is left out is 1, but ``dp_shard`` takes what is left of the ranks.
         optimizer: the section ``optimizer`` of a configuration, as ``{"kind": "adamw", "lr": 1e-4}``.
         schedule: the section ``schedule``; it needs ``steps``. ``None``: the rate is constant, or given to each step.
@@ -243,8 +244,13 @@ class Engine(LoopSteps):
         Raises:
             CheckpointError: on all ranks, if it could not be written.
         """
+        from transformers import PreTrainedModel
+
         from meshwright.checkpoint.export import export_checkpoint
 
+        if not isinstance(self.described, PreTrainedModel):
+            said = f"{type(self.described).__name__} is no model of transformers, so no directory of transformers can hold it"
+            raise ConfigError("engine.model", f"Engine.export: {said}; save() writes a checkpoint, weights() gives its weights")
         target = Path(directory)
         temporary = target.resolve().with_name(f".{target.name}.checkpoint")
         tensors = model_tensors(self.model, trained=self.config.saves_trained_only)
