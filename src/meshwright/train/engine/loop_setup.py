@@ -166,9 +166,9 @@ def _check_model(model: nn.Module) -> None:
         wrong = f"{name} has adapters of peft already; give the model without them, and adapter="
     elif not hasattr(config, "get_text_config"):
         wrong = (
-            f"{name} has no config of transformers; a plain module needs an attribute `config`, such as LlamaConfig("
-            f"vocab_size=...), and a forward of input_ids and position_ids that returns an object with logits; or build a loop "
-            "from the parts: meshwright.parallelize, GradSync and Pipeline (docs/own-loop.md)"
+            f"{name} has no config of transformers; a plain module needs an attribute `config` of a class of "
+            "transformers, with its vocab_size, and a forward of input_ids and position_ids that returns an object with "
+            "logits; or build a loop from the parts: meshwright.parallelize, GradSync and Pipeline (docs/own-loop.md)"
         )
     elif getattr(config, "is_encoder_decoder", False):
         wrong = f"{name} has an encoder and a decoder; legal is a decoder"
