@@ -69,6 +69,12 @@ class Case(NamedTuple):
 MUON = ("optimizer={kind: muon, lr: 0.01, with: {bucket: 2000}}",)
 """In several buckets, so that their exchanges overlap."""
 
+BLOCKS = ("optimizer={kind: adamw8bit, lr: 0.01, with: {block_size: 64}}",)
+"""Moments in blocks: some shards of the wide model have them."""
+
+GUARDED = {**LOGGED, "train/engine/guard.py step": STEPS}
+"""The host asks whether a step is skipped."""
+
 TEACHER = (
     "training.objective={use: distillation, with: {next_token_weight: 1.0}}",
     "teacher={path: 'WEIGHTS', top_k: 8}",
@@ -117,6 +123,14 @@ CASES = {
     "lion": Case(("optimizer={kind: lion, lr: 0.001}",)),
     "sgd": Case(("optimizer={kind: sgd, lr: 0.1, with: {momentum: 0.9}}",)),
     "adafactor, tp": Case((ONE, "layout.tp=2", "optimizer={kind: adafactor, lr: 0.01}")),
+    "adamw8bit": Case(BLOCKS, "wide", GUARDED, {}),
+    "adamw4bit, tp": Case((ONE, "layout.tp=2", *BLOCKS, "optimizer.kind=adamw4bit"), "wide", GUARDED, {}),
+    "adamwfp8, offload": Case(
+        ("parallel.cpu_offload=true", *BLOCKS, "optimizer.kind=adamwfp8"),
+        "wide",
+        {**GUARDED, "train/engine/steps.py apply": STEPS, GRADIENTS: STEPS},
+        {GRADIENTS: 2 * STEPS},
+    ),
     "muon": Case(MUON),
     "muon, replicas": Case((*MUON, "layout.dp_replicate=2")),
     "muon, tp": Case((ONE, "layout.tp=2", *MUON)),
@@ -185,6 +199,16 @@ def test_training(tiny: Tiny, weights: Callable[[str], Path], two: Workers, cpu_
     if routed := sum(count for place, count in case.waits.items() if place in (ROUTES, ROUTES_AGAIN)):
         (line,) = host_lines(on_device, prepare_run(on_device, 2)[0].plan)
         assert f"the host waits for the device {routed // STEPS} times a step" in line
+
+
+@pytest.mark.thorough
+def test_rounding_by_chance_does_not_wait(tiny: Tiny, weights: Callable[[str], Path], two: Workers) -> None:
+    """The numbers are those of the device's generator, so losses are not those of the CPU."""
+    chance = (*BLOCKS, "optimizer.with.bf16_stochastic_round=true", "model.dtype=bfloat16")
+    every = (f"training.steps={STEPS}", "training.log_every=1", "training.eval_every=0", "checkpoint.every=0")
+    ranks = train_with(two, tiny(*every, *overrides_of(Case(chance), weights("wide"))))
+    assert not [fault for rank in ranks for fault in rank.faults]
+    assert all(rank.waits == Counter(GUARDED) for rank in ranks)
 
 
 TOO_MUCH = {"pp 1f1b": 0.10}
