@@ -181,14 +181,11 @@ def overrides_of(case: Case, folder: Path) -> tuple[str, ...]:
     return (f"model={{path: '{folder}'}}", *(item.replace("WEIGHTS", str(folder)) for item in case.overrides))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training(tiny: Tiny, weights: Callable[[str], Path], two: Workers, cpu_pool: Pool, name: str) -> None:
-    case = CASES[name]
-    every = (f"training.steps={STEPS}", "training.log_every=1", f"training.eval_every={STEPS}", "checkpoint.every=0")
-    common = (*every, *overrides_of(case, weights(case.model)))
-    on_cpu, on_device = tiny(*common, name="cpu"), tiny(*common, name="device")
-    train_with(cpu_pool, on_cpu)
-    ranks = train_with(two, on_device)
+def compare(tiny: Tiny, overrides: tuple[str, ...], workers: Workers, pool: Pool, case: Case) -> RunConfig:
+    """Train a run on the CPU and on the device: the same numbers, no faults, and waits where they may be."""
+    on_cpu, on_device = tiny(*overrides, name="cpu"), tiny(*overrides, name="device")
+    train_with(pool, on_cpu)
+    ranks = train_with(workers, on_device)
     assert not [fault for rank in ranks for fault in rank.faults]
     assert losses(on_device) == losses(on_cpu)
     assert eval_losses(on_device) == eval_losses(on_cpu)
@@ -196,6 +193,14 @@ def test_training(tiny: Tiny, weights: Callable[[str], Path], two: Workers, cpu_
     assert norms[0] == norms[1]
     for rank in ranks:
         assert (rank.waits, rank.behind) == (Counter(case.waits), Counter(case.behind))
+    return on_device
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training(tiny: Tiny, weights: Callable[[str], Path], two: Workers, cpu_pool: Pool, name: str) -> None:
+    case = CASES[name]
+    every = (f"training.steps={STEPS}", "training.log_every=1", f"training.eval_every={STEPS}", "checkpoint.every=0")
+    on_device = compare(tiny, (*every, *overrides_of(case, weights(case.model))), two, cpu_pool, case)
     if routed := sum(count for place, count in case.waits.items() if place in (ROUTES, ROUTES_AGAIN)):
         (line,) = host_lines(on_device, prepare_run(on_device, 2)[0].plan)
         assert f"the host waits for the device {routed // STEPS} times a step" in line
@@ -209,6 +214,27 @@ def test_rounding_by_chance_does_not_wait(tiny: Tiny, weights: Callable[[str], P
     ranks = train_with(two, tiny(*every, *overrides_of(Case(chance), weights("wide"))))
     assert not [fault for rank in ranks for fault in rank.faults]
     assert all(rank.waits == Counter(GUARDED) for rank in ranks)
+
+
+PRODUCTS = {
+    "tp 2 x shard 2": Case(("layout.tp=2", SMALL)),
+    "cp 2 x shard 2": Case(("layout.cp=2", SMALL)),
+    "2 x shard 2": Case(("layout.dp_replicate=2", SMALL)),
+    "pp 2 x tp 2": Case((ONE, "layout.pp=2", "layout.tp=2", SMALL)),
+    "ep 2 x shard 2": Case(("layout.ep=2", SMALL), "experts", {**LOGGED, ROUTES: 12}, {}),
+    "muon, tp 2 x shard 2": Case(("layout.tp=2", SMALL, *MUON)),
+    "pp 2 x ep 2": Case(("layout.pp=2", "layout.ep=2", SMALL), "experts", {**LOGGED, ROUTES: 12}, {}),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_training_on_four_ranks(
+    tiny: Tiny, weights: Callable[[str], Path], four: Workers, four_on_cpu: Pool, name: str
+) -> None:
+    case = PRODUCTS[name]
+    every = (f"training.steps={STEPS}", "training.log_every=1", f"training.eval_every={STEPS}", "checkpoint.every=0")
+    compare(tiny, (*every, *overrides_of(case, weights(case.model))), four, four_on_cpu, case)
 
 
 TOO_MUCH = {"pp 1f1b": 0.10}
