@@ -102,6 +102,9 @@ class _Search:
         begun = time.monotonic()
         branches = list(self.space.branches())
         self.tally.candidates = sum(branch.size for branch in branches)
+        self.say(
+            f"{self.tally.candidates:,} candidates; the first search of a model makes traces for some minutes, and keeps them"
+        )
         least = min((branch.layout.size("cp") for branch in branches), default=1)
         self._look_at([branch for branch in branches if branch.layout.size("cp") == least])
         others = [branch for branch in branches if branch.layout.size("cp") > least]
