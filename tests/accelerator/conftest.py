@@ -41,3 +41,17 @@ def cpu_pool() -> Iterator[Pool]:
     """Two ranks on the CPU."""
     with Pool(2) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def four(accelerator: Path) -> Iterator[Workers]:
+    """Four workers in a process group, each on a device of its own."""
+    with Workers(4, accelerator) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def four_on_cpu() -> Iterator[Pool]:
+    """Four ranks on the CPU."""
+    with Pool(4) as pool:
+        yield pool

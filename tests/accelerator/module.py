@@ -292,6 +292,8 @@ def _device_module(settings: Settings, native: Any) -> types.ModuleType:
         max_memory_allocated=lambda device=None: native.memory(index(device))[1],
         max_memory_reserved=lambda device=None: native.memory(index(device))[1],
         reset_peak_memory_stats=lambda device=None: native.reset_peak(index(device)),
+        watch_peak=lambda watched, device=None: native.watch_peak(index(device), watched),
+        at_peak=lambda device=None: native.at_peak(index(device)),  # what was alive then: bytes, and who allocated them
         memory_stats=lambda device=None: accelerator.memory_stats(torch.device(name, index(device))),
         mem_get_info=lambda device=None: (native.total_bytes - native.memory(index(device))[0], native.total_bytes),
         # what is simulated

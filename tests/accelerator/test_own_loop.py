@@ -1,6 +1,7 @@
 """The engine for a loop of one's own on the simulated accelerator: no wait in a step, and the device lent and taken back."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,24 @@ def homes(engine: mw.Engine) -> list[torch.device]:
     return [value.device for state in engine.optimizer.state.values() for value in state.values()]
 
 
-@pytest.mark.parametrize(("layout", "fused"), [("dp_shard=2", None), ("tp=2", False), ("pp=2", False)])
+@pytest.mark.parametrize(
+    ("layout", "fused", "others"),
+    [
+        ("dp_shard=2", None, {}),
+        ("tp=2", False, {}),
+        ("pp=2", False, {}),
+        ("dp_shard=2", None, {"kind": "muon"}),
+        ("dp_shard=2", False, {"kind": "adamw8bit", "with": {"block_size": 32}}),
+    ],
+)
 @in_workers(2)
 def test_a_step_does_not_wait_and_goes_on_after_the_device_was_lent(
-    device: torch.device, layout: str, fused: bool | None
+    device: torch.device, layout: str, fused: bool | None, others: dict[str, Any]
 ) -> None:
     simulated, losses = module_of(device), {}
     for lent in (False, True):
-        model, optimizer = tiny_model("llama", seed=7, vocab_size=300), {"lr": 1e-2, "fused": fused}
+        model = tiny_model("llama", seed=7, vocab_size=300)
+        optimizer = {"lr": 1e-2, **others} if others else {"lr": 1e-2, "fused": fused}
         engine = mw.Engine(model, layout, microbatches=4, optimizer=optimizer, device="accelerator")
         found = [engine.step(batches(engine, 0))]
         simulated.synchronize()

@@ -1,6 +1,8 @@
 """The numbers of a comparison, by hand."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ import torch.utils.checkpoint
 
 from meshwright.audit.compare import compare, weights_of_parts
 from meshwright.audit.precision import KeepFloat64
+from meshwright.audit.tolerance import Tolerances
+from meshwright.train.config import OptimizerConfig
 from tests.harness import run_ranks
 
 TRUTH = torch.tensor([4.0, -2.0, 1.0, 0.0])
@@ -114,3 +118,20 @@ def test_parts_that_are_alike_or_nothing_but_rounding_get_no_weight() -> None:
     weights = weights_of_parts(2 * one + 1e-3 * other, [one, 1e-16 * other])
     assert weights[0] == pytest.approx(2.0, abs=1e-2)
     assert math.isnan(weights[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "state", "floor"),
+    [
+        ("lion", {"betas": (0.9, 0.5)}, "exp_avg", 0.5),
+        ("muon", {"momentum": 0.0}, "momentum_buffer", 1.0),
+        ("adamw", {}, "exp_avg", 0.1),
+    ],
+)
+def test_what_a_step_adds_to_a_moment_depends_on_the_options(
+    kind: str, options: dict[str, Any], state: str, floor: float
+) -> None:
+    settings = OptimizerConfig.model_validate({"kind": kind, "with": options})
+    tolerances = object.__new__(Tolerances)
+    tolerances.rows = {"w": SimpleNamespace(update=next(iter(settings.updaters)), betas=None)}  # type: ignore[dict-item]
+    assert tolerances.moment_floor("w", state, 2.0, settings) == pytest.approx(2 * floor)

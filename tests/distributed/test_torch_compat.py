@@ -3,6 +3,7 @@
 import ast
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed._torch_compat import private_names as tables
+from meshwright.distributed._torch_compat import process_groups
 from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat
 
@@ -194,3 +196,20 @@ def test_a_torch_whose_halves_of_backward_are_wrong_is_refused(monkeypatch: pyte
             UnsupportedError, match=r"legal schedules are gpipe, 1f1b and interleaved_1f1b, or take torch 2\.13"
         ):
             make_schedule(schedule, [], 4)
+
+
+class _Silent:
+    """A group whose backend, not one of torch's, tells no options, as from torch 2.14 on."""
+
+    _device_types = ("somewhere",)
+
+    def _get_backend(self, device: str) -> Any:
+        return self
+
+    @property
+    def options(self) -> Any:
+        raise RuntimeError("Backend other does not implement getBackendOptions.")
+
+
+def test_a_backend_that_tells_no_options_has_no_timeout() -> None:
+    assert process_groups._timeout_of(_Silent()) is None  # type: ignore[arg-type]

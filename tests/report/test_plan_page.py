@@ -232,7 +232,8 @@ def test_a_timeline_can_be_read_by_mouse_and_keyboard(shown: Page) -> None:
     inside = (  # the frame is around an event of the second lane
         "(() => { const frame = document.querySelector('#detail .cursor').getBoundingClientRect(); "
         "const all = document.querySelector('#detail svg').getBoundingClientRect(); "
-        "return (frame.top + frame.height / 2 - all.top) / all.height * document.querySelectorAll('#detail [data-lane]').length; })()"
+        "const lanes = document.querySelectorAll('#detail [data-lane]').length; "
+        "return (frame.top + frame.height / 2 - all.top) / all.height * lanes; })()"
     )
     assert 1 < shown.run(inside) < 2
     shown.press("End", "ArrowRight")  # there is no further one

@@ -1,7 +1,10 @@
 """A search prices as `plan --gpu` does, its bounds are below its prices, and it finds what pricing everything finds."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +20,7 @@ from meshwright.search.answer import Option, base_of, search
 from meshwright.search.bounds import Bounds
 from meshwright.search.candidate_price import Price, Pricer
 from meshwright.search.find import find_best, front_of
-from meshwright.search.measure import Trial, measure
+from meshwright.search.measure import Trial, measure, trial_of
 from meshwright.search.space import Branch, Candidate, Space
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.memory import Traces
@@ -263,3 +266,19 @@ def test_the_command(config: Path) -> None:
         code, text = run(*options)
         assert code != 0
         assert words in text
+
+
+@pytest.mark.thorough
+def test_the_best_are_measured_here(config: Path, tmp_path: Path) -> None:
+    """On two processes of this machine, and one option that cannot run."""
+    options = ("parallel.compile=false", "--gpu", "h100", "--search", "-n", "2", "--try", "2", "--json")
+    command = [sys.executable, "-m", "meshwright", "plan", str(config), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    trials = json.loads(done.stdout)["trials"]
+    assert len(trials) == 2
+    assert all(trial["seconds"] > 0 for trial in trials)
+    assert not (tmp_path / "run").exists()
+    train = [sys.executable, "-m", "meshwright", "train", str(config), "--nproc", "2"]
+    failed = trial_of(_option("layout.tp=3"), train)
+    assert failed.seconds is None
+    assert "tp" in failed.problem

@@ -1,9 +1,11 @@
 """Learning rate over the steps, and which parameters are decayed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from meshwright.errors import PlanError
@@ -121,3 +123,19 @@ def test_step_is_that_of_adamw() -> None:
         corrected = (first / (1 - 0.9**step)) / (math.sqrt(second / (1 - 0.99**step)) + 1e-8)
         expected = expected * (1 - 0.1 * 0.5) - 0.1 * corrected
         assert layer.weight.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("adafactor", {"eps": (0.0, 1e-3)}, "optimizer.with.eps.0=0.0: input should be greater than 0"),
+        ("adafactor", {"eps": (None, -1.0)}, "optimizer.with.eps.1=-1.0"),
+        ("sgd", {"nesterov": True}, "optimizer.with: nesterov=true: needs a momentum above 0"),
+        ("adamw4bit", {"block_size": 17}, "optimizer.with.block_size=17: input should be a multiple of 2"),
+    ],
+)
+def test_options_that_would_do_nothing_or_break_numbers_are_refused(kind: str, options: dict[str, Any], words: str) -> None:
+    """With eps 0, zeros of gradients give 0 / 0; blocks of 4 bits hold two numbers in a byte."""
+    with pytest.raises(ValidationError) as caught:
+        OptimizerConfig.model_validate({"kind": kind, "with": options})
+    assert words in str(caught.value)

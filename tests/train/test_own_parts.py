@@ -41,6 +41,15 @@ class Counts(torch.optim.SGD):
                 self.state[parameter]["steps"] = 1
 
 
+class CountsInItsGroups(torch.optim.SGD):
+    """It keeps a number where no checkpoint looks, as Prodigy and schedule-free ones do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
 class Fails(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise ValueError("of its own")
@@ -104,6 +113,7 @@ def test_schedules() -> None:
         ({"optimizer": {"use": f"{HERE}NoRate"}}, ConfigError, "part.signature", "takes no lr"),
         ({"optimizer": {"use": f"{HERE}halved"}}, ConfigError, "part.signature", "no class of torch.optim.Optimizer"),
         ({"optimizer": {"use": f"{HERE}Counts"}}, PartError, "part.returned", "steps (int)"),
+        ({"optimizer": {"use": f"{HERE}CountsInItsGroups"}}, PartError, "part.returned", "changes k in its param_groups"),
         ({"optimizer": {"use": f"{HERE}Fails"}}, PartError, "part.raised", "of its own"),
         (
             {"optimizer": {"use": "torch.optim:SGD", "with": {"momentun": 1}}},

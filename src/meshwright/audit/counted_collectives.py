@@ -12,7 +12,7 @@ from meshwright.plan.axes.experts import expert_parallel_counts
 from meshwright.plan.axes.pipeline.stage_plan import pipeline_counts, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
-from meshwright.plan.cost.activation_traffic import objective_counts
+from meshwright.plan.cost.activation_traffic import objective_bytes, objective_counts
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -31,11 +31,14 @@ def wrong_counts(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
         due |= {"tp": tensor_parallel_counts(own), "cp": context_counts(own), "pp": pipeline_counts(plan, stage_rank)}
         for axis, more in expert_parallel_counts(own).items():
             due.setdefault(axis, Counter()).update(more)
-        return due, Counter({kind: getattr(traffic, f"{kind}_bytes") for kind in kinds})
+        sizes = Counter({kind: getattr(traffic, f"{kind}_bytes") for kind in kinds})
+        sizes.update({kind: size for kind, size in objective_bytes(own).items() if size is not None and objective_counts(own)})
+        return due, sizes
 
     # The planned counts of tensor, context and expert parallel assume that nothing is recomputed, and that gradients flow
     # everywhere.
     frozen = any(not row.trainable and plan.unit(row.unit).forwards for row in plan.parameters)
+    known = not objective_counts(plan) or None not in objective_bytes(plan).values()
     exact = not frozen and not any(unit.activation_checkpointing for unit in plan.units)
     for step, result in [(step, rank_result) for rank_result in ranks for step in range(len(rank_result.counts))]:
         wrong = []
@@ -50,8 +53,8 @@ def wrong_counts(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
                 if not exact and (axes & {"tp", "cp"} or ("ep" in axes and kind not in kinds)):
                     continue
                 count, size = counted[kind], counted_bytes[kind]
-                # Other bytes depend on the batch, and so do those that an objective gathers.
-                comparable = kind in kinds and "dp" in axes and not axes & {"pp", "tp", "cp"} and not objective_counts(plan)
+                # Other bytes depend on the batch.
+                comparable = kind in kinds and "dp" in axes and not axes & {"pp", "tp", "cp"} and known
                 if count != planned[kind] or (comparable and not (size == sizes[kind] or (narrower and size < sizes[kind]))):
                     collectives = f"{count} {kind} of {size:,} bytes over {'+'.join(sorted(axes))}"
                     wrong.append(

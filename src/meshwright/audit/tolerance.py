@@ -125,15 +125,16 @@ class Tolerances:
     def moment_floor(self, name: str, kind: str, scale: float, settings: OptimizerConfig) -> float:
         """For a moment of an optimizer of ours: what one step with a gradient of this scale adds to it; 0 for another state."""
         row = self.rows[name]
-        first, second = row.betas or settings.betas
+        updater, (first, second) = settings.updaters[row.update], row.betas or settings.betas
+        options = {} if updater.options is None else updater.options.model_dump()
         of_kind = {
             ADAMW: {"exp_avg": (1 - first) * scale, "exp_avg_sq": (1 - second) * scale**2},
-            "lion": {"exp_avg": 0.01 * scale},
+            "lion": {"exp_avg": (1 - options.get("betas", (0.0, 0.0))[1]) * scale},
             "sgd": {"momentum_buffer": scale},
-            "muon": {"momentum_buffer": 0.05 * scale},
+            "muon": {"momentum_buffer": (1 - options.get("momentum", 0.0)) * scale},
             "adafactor": dict.fromkeys(("row_var", "col_var", "variance"), scale**2),
         }
-        return of_kind.get(settings.updaters[row.update].kind, {}).get(kind, 0.0)
+        return of_kind.get(updater.kind, {}).get(kind, 0.0)
 
     def storage_eps(self, name: str) -> float:
         """Relative rounding of the dtype that a parameter is stored in."""

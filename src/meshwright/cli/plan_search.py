@@ -88,7 +88,7 @@ def search_layouts(
     """
     from meshwright.search.answer import base_of, search
     from meshwright.search.measure import Trial, measure, trial_of
-    from meshwright.search.show import show_answer, show_scaling, show_trials
+    from meshwright.search.search_tables import show_answer, show_scaling, show_trials
     from meshwright.terminal import console
     from meshwright.trace.kept_traces import TraceStore
     from meshwright.train.proofs.records import Source

@@ -73,7 +73,12 @@ class CommCounter(TorchDispatchMode):
 
 
 def _tensor_bytes(value: Any) -> int:
-    """Bytes of the largest tensor in a nest; lists of equal parts (list collectives) count together."""
+    """Bytes of the largest tensor in a nest; lists of equal parts (list collectives) count together.
+
+    ``all_gather`` has a list of such lists, one for each of its inputs.
+    """
+    if isinstance(value, list) and value and all(isinstance(item, list) for item in value):
+        return sum(map(_tensor_bytes, value))
     if isinstance(value, list | tuple) and value and all(isinstance(item, torch.Tensor) for item in value):
         return sum(item.numel() * item.element_size() for item in value)
     return max((t.numel() * t.element_size() for t in tree_iter(value) if isinstance(t, torch.Tensor)), default=0)

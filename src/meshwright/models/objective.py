@@ -4,6 +4,7 @@ A loss has one or more *terms*. Each is a sum over its own targets. Every term i
 whole optimizer step, over all ranks and microbatches; then the terms are added with their weights.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PRECOMPUTED", "ROUTED", "Batch", "Column", "NextToken", "Objective", "RunFacts"]
+__all__ = ["PRECOMPUTED", "ROUTED", "Batch", "Column", "Gathered", "NextToken", "Objective", "RunFacts"]
 
 Batch = dict[str, torch.Tensor]
 
@@ -78,6 +79,28 @@ class RunFacts:
     begins_without: bool = True
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """Values that an objective gathers over data ranks for a batch: their number is a product of powers of its sizes.
+
+    Attributes:
+        share: what the product is multiplied by.
+        powers: the powers of rows B, of the length S of a row (of this rank of `cp`) and of documents D in a row.
+        widths: bytes of a number by the bytes of a number in which the model computes: 2, 4 and 8.
+        reduced: whether the values have a gradient, which is summed over data ranks.
+    """
+
+    share: float
+    powers: tuple[int, int, int]
+    widths: Mapping[int, int]
+    reduced: bool
+
+    def size(self, rows: int, length: int, documents: int, width: int) -> int:
+        """Return the bytes of the values of one rank."""
+        sizes = zip((rows, length, documents), self.powers, strict=True)
+        return round(self.share * math.prod(size**power for size, power in sizes)) * self.widths[width]
+
+
 class Objective(ABC):
     """What a model is trained to do. An objective has no state: the same batch gives the same loss.
 
@@ -111,6 +134,7 @@ class Objective(ABC):
         whole_logits: whether it needs the logits of all words on each rank of `tp`.
         without_head: whether it uses the hidden states alone, so that the output head gets no gradient, as it was tried.
         collectives: how often sums gather values, reduce their gradients, and sum over documents for a batch, as it was tried.
+        gathered: what each of these gathers has, as it was tried; ``None``: no product of the sizes of a batch says it.
         frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
         metric_names: names of what :meth:`metrics` returns, as it was tried.
         wanted: names of values of tokens that one forward computes, as they were asked for when it was tried.
@@ -137,6 +161,7 @@ class Objective(ABC):
     whole_logits = False
     without_head = False
     collectives = (0, 0, 0)
+    gathered: tuple[Gathered, ...] | None = ()
     frozen: tuple[str, ...] = ()
     metric_names: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()

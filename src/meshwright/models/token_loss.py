@@ -14,6 +14,7 @@ from meshwright.distributed.tensor.loss_parallel import (
     sliced_log_probs,
     sliced_top,
 )
+from meshwright.errors import ModelError
 
 __all__ = [
     "IGNORE",
@@ -41,8 +42,16 @@ def forward_arguments(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits [batch, sequence, vocabulary] of a causal language model of transformers."""
-    return model(**forward_arguments(batch)).logits
+    """Return the logits [batch, sequence, vocabulary] of a causal language model of transformers, or of a module like one.
+
+    Raises:
+        ModelError: its forward returns something without logits.
+    """
+    found = model(**forward_arguments(batch))
+    if not hasattr(found, "logits"):
+        words = f"its forward returned {type(found).__name__}; legal is an object with logits [batch, sequence, vocabulary]"
+        raise ModelError("model.logits", f"{type(model).__name__}: {words}")
+    return found.logits
 
 
 def forward_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

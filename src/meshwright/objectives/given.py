@@ -40,7 +40,7 @@ from meshwright.objectives.documents import (
     pooled,
     second_of_pairs,
 )
-from meshwright.objectives.running import Running, call_of
+from meshwright.objectives.running import Running, Seen, call_of
 from meshwright.plan.axes.tensor.move_kinds import Move
 
 __all__ = [
@@ -269,10 +269,16 @@ def gather(values: torch.Tensor) -> torch.Tensor:
     They are those of one number of microbatch. In an evaluation they are those of this rank alone.
     """
     call = call_of("gather")
+    call.gathered.append(seen := Seen(values.numel(), values.element_size()))
     if call.mesh is None or call.size("dp") == 1 or not call.trains:
         own = values.view_as(values)
         if own.requires_grad:
-            own.register_hook(lambda gradient: call.asked.update(["gather's gradient"]))
+
+            def reduced(gradient: torch.Tensor) -> None:
+                seen.reduced = True
+                call.asked["gather's gradient"] += 1
+
+            own.register_hook(reduced)
         return own
     return _Gather.apply(values, call.mesh["dp"].get_group())
 
@@ -287,9 +293,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         context.group, context.rows = group, len(values)
-        every = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, values.contiguous(), group=group)
-        return torch.cat(every)
+        every = values.new_empty(dist.get_world_size(group) * len(values), *values.shape[1:])
+        _torch_compat.all_gather_single(every, values.contiguous(), group=group)
+        return every
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -13,10 +13,25 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import Batch
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["OF_LOGITS", "Running", "call_of", "running"]
+__all__ = ["OF_LOGITS", "Running", "Seen", "call_of", "running"]
 
 OF_LOGITS = frozenset({"log_probs", "log_probs_of", "entropy", "logits", "top_k"})
 """What is given to an objective that needs the output head."""
+
+
+@dataclass
+class Seen:
+    """Values that were gathered.
+
+    Attributes:
+        numbers: how many.
+        width: bytes of one.
+        reduced: whether they got a gradient.
+    """
+
+    numbers: int
+    width: int
+    reduced: bool = False
 
 
 @dataclass
@@ -28,6 +43,7 @@ class Running:
         mesh: the mesh of its layout.
         wanted: the values of tokens that one forward computes.
         asked: names of the functions that were called, and how often.
+        gathered: the values of this rank that were gathered, in order.
         trains: whether gradients are computed; an evaluation gathers nothing, so that it does not depend on the data ranks.
         kept: what the model gave for a batch: name to tensor.
         tell: is called with it when the call ends; ``None``: nobody asks.
@@ -37,6 +53,7 @@ class Running:
     mesh: ParallelMesh | None = None
     wanted: frozenset[str] = frozenset()
     asked: Counter[str] = field(default_factory=Counter)
+    gathered: "list[Seen]" = field(default_factory=list)
     trains: bool = True
     kept: list[tuple[nn.Module, Batch, dict[str, torch.Tensor]]] = field(default_factory=list)
     tell: Callable[[Batch, dict[str, torch.Tensor]], None] | None = None

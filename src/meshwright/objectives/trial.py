@@ -5,10 +5,9 @@ that they add up over rows, over parts of a sequence and over documents, that co
 What an objective calls is noted, so that the run gives it that and no more.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Mapping
-from types import SimpleNamespace
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +16,14 @@ from torch import nn
 from meshwright.data.rows.columns import MEMBER
 from meshwright.errors import ConfigError, PartError, Problems, Refusal
 from meshwright.models.added_modules import ADDED, added_modules
-from meshwright.models.heads import is_other_task
 from meshwright.models.objective import Batch, Column, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, forward_arguments
-from meshwright.models.weights.initial_values import initialize
 from meshwright.objectives.call import calling, evaluate_batch, named, passes_before
 from meshwright.objectives.documents import EXISTS, number_documents
+from meshwright.objectives.gathered import Sizes, gathered_by
 from meshwright.objectives.invented import REFERENCE, invented, spread_of
-from meshwright.objectives.running import OF_LOGITS, Running, running
+from meshwright.objectives.running import OF_LOGITS, Running, Seen, running
+from meshwright.objectives.stand_in import StandIn, with_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,80 +59,51 @@ class _Noting(dict[str, torch.Tensor]):
         return self[key] if key in self else default  # noqa: SIM401 - this is `get`
 
 
-class _Head(nn.Module):
-    """Logits of a hidden state: a few of its features matter."""
-
-    def __init__(self, words: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.cos(torch.arange(words, dtype=torch.float64)[:, None] * torch.tensor([0.7, 1.3, 2.9])))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden[..., :3] @ self.weight.T
-
-
-class _StandIn(nn.Module):
-    """A causal language model whose outputs depend on one token each, in fp64."""
-
-    def __init__(self, model: "PreTrainedModel") -> None:
-        super().__init__()
-        self.config, text = model.config, model.config.get_text_config()
-        self.width, self.scale = int(getattr(text, "hidden_size", 16)), nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.lm_head = _Head(model.config.num_labels if is_other_task(model) else text.vocab_size)
-        self.calls: list[dict[str, Any]] = []
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def forward(self, **arguments: Any) -> SimpleNamespace:
-        self.calls.append(arguments)
-        features = torch.arange(1, max(3, self.width) + 1, dtype=torch.float64)
-        hidden = self.scale * torch.sin(0.37 * features * arguments["input_ids"].double()[..., None])
-        return SimpleNamespace(logits=self.lm_head(hidden))
-
-
-def _with_values(objective: Objective) -> nn.ModuleDict:
-    """Return copies of the modules that an objective adds, with their first values, in fp64."""
-    added = nn.ModuleDict(copy.deepcopy(dict(objective.added))).to("meta", torch.float64)
-    with calling(objective, "reset_parameters of its modules"):
-        initialize(added, torch.device("cpu"), 0)
-    return added
-
-
 class _Trial:
     """An objective, its model, and what was noted."""
 
-    def __init__(self, objective: Objective, model: "PreTrainedModel", columns: Mapping[str, Column]) -> None:
-        self.objective, self.model, self.call, self.read = objective, _StandIn(model), Running(), set[str]()
+    def __init__(
+        self,
+        objective: Objective,
+        model: "PreTrainedModel",
+        columns: Mapping[str, Column],
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.objective, self.model, self.call, self.read = objective, StandIn(model).to(dtype), Running(), set[str]()
+        self.dtype = torch.promote_types(dtype, torch.float32)  # of what computes in at least fp32
         self.columns, self.runs = columns, Counter[tuple[str, bool]]()
         if objective.added:
-            self.model.add_module(ADDED, added := _with_values(objective))
+            self.model.add_module(ADDED, added := with_values(objective, self.dtype))
             for name, module in added.items():
+                module.register_forward_pre_hook(self._cast)
                 module.register_forward_hook(lambda *_, name=name: self.runs.update([(name, torch.is_grad_enabled())]))
         self.words = model.config.get_text_config().vocab_size
 
-    def rows(self) -> "_Noting":
+    def _cast(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Cast what a module gets, as its unit does."""
+        floats = [isinstance(one, torch.Tensor) and one.is_floating_point() for one in arguments]
+        return tuple(one.to(self.dtype) if is_float else one for one, is_float in zip(arguments, floats, strict=True))
+
+    def rows(self, count: int = ROWS, length: int = LENGTH) -> "_Noting":
         """Return rows with different numbers of labels, the last with none, and the columns of the data."""
-        ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7919 % max(1, min(self.words, 10_007))
+        ids = torch.arange(count * length).view(count, length) * 7919 % max(1, min(self.words, 10_007))
         labels = ids.roll(-1, 1)
         labels[:, -1] = IGNORE
-        for row in range(ROWS):
-            labels[row, : row * LENGTH // (ROWS - 1)] = IGNORE
-        positions = torch.arange(LENGTH).expand(ROWS, -1).contiguous()
+        for row in range(count):
+            labels[row, : row * length // (count - 1)] = IGNORE
+        positions = torch.arange(length).expand(count, -1).contiguous()
         if MEMBER in self.columns:  # each row is a pair
-            positions[:, LENGTH // 2 :] -= LENGTH // 2
-            labels[:, LENGTH // 2 - 1] = IGNORE
+            positions[:, length // 2 :] -= length // 2
+            labels[:, length // 2 - 1] = IGNORE
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return _Noting({**batch, **invented(self.columns, batch)}, self.read)
 
-    def prepared(self, batch: Batch) -> _Noting:
-        """Return a batch as a run prepares it."""
+    def prepared(self, batch: Batch, documents: int | None = None) -> _Noting:
+        """Return a batch as a run prepares it, with this number of documents in each row."""
         with calling(self.objective, "training"):
             found = self.objective.training([batch], [range(len(batch["input_ids"]))])[0]
-        reference = torch.sin(batch["input_ids"].double()).masked_fill(batch["labels"] == IGNORE, 0.0)
-        numbered = number_documents(dict(found), spread=spread_of(self.columns))
+        reference = torch.sin(batch["input_ids"].double()).masked_fill(batch["labels"] == IGNORE, 0.0).to(self.dtype)
+        numbered = number_documents(dict(found), documents, spread_of(self.columns))
         made = _Noting({REFERENCE: reference, **found, **numbered}, self.read)
         for one in passes_before(self.objective):
             if one.adapted:
@@ -220,6 +190,10 @@ def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
     objective.wanted = frozenset(asked.keys() & {"log_probs", "entropy"})
     sums_over_ranks = asked["per_document"] + asked["per_document's gradient"]
     objective.collectives = (asked["gather"], asked["gather's gradient"], sums_over_ranks)
+    if objective.gathers:
+        with suppress(PartError):  # of another shape or dtype it may raise something
+            objective.gathered = None
+            objective.gathered = gathered_by(lambda sizes, dtype: _gathers(objective, model, run, sizes, dtype))
     problems = _unused(trial) if sums.requires_grad else Problems()
     _compare(trial, whole, sums, counts, problems)
     if not problems and objective.shares is None:
@@ -228,6 +202,16 @@ def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
         objective.packs = not _documents_differ(trial)
     if problems:
         raise ConfigError(problems)
+
+
+def _gathers(objective: Objective, model: "PreTrainedModel", run: RunFacts, sizes: Sizes, dtype: torch.dtype) -> list[Seen]:
+    """Return what is gathered for a batch of some sizes, by a model that computes in a dtype."""
+    trial = _Trial(objective, model, run.columns, dtype)
+    sums = trial.sums(trial.prepared(trial.rows(sizes.rows, sizes.length), sizes.documents))
+    if sums.requires_grad:
+        with calling(objective, "the backward of sums"):
+            sums.sum().backward()
+    return trial.call.gathered
 
 
 def _unused(trial: _Trial) -> Problems:

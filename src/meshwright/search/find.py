@@ -96,12 +96,16 @@ class _Search:
         self.best: dict[object, Price] = {}
         self.priced: list[Price] = []
         self.smallest: Price | None = None
+        self.too_large: dict[object, list[Candidate]] = {}
         self.made = pricer.store.made
 
     def run(self) -> Found:
         begun = time.monotonic()
         branches = list(self.space.branches())
         self.tally.candidates = sum(branch.size for branch in branches)
+        self.say(
+            f"{self.tally.candidates:,} candidates; the first search of a model makes traces for some minutes, and keeps them"
+        )
         least = min((branch.layout.size("cp") for branch in branches), default=1)
         self._look_at([branch for branch in branches if branch.layout.size("cp") == least])
         others = [branch for branch in branches if branch.layout.size("cp") > least]
@@ -161,7 +165,9 @@ class _Search:
             if bound >= slowest:
                 self.tally.too_slow += len(kept) - place
                 return
-            if (
+            if any(never_smaller(candidate, other) for other in self.too_large.get(_slicing(candidate), ())):
+                self.tally.too_large += 1
+            elif (
                 any(never_faster(candidate, other) for other in fitting)
                 or self.bounds.seconds(branch, candidate, measured=True) >= slowest
             ):
@@ -180,6 +186,7 @@ class _Search:
         self.tally.priced += 1
         if not price.verdict.fits:
             self.tally.do_not_fit += 1
+            self.too_large.setdefault(_slicing(candidate), []).append(candidate)
             if self.smallest is None or price.verdict.peak_bytes < self.smallest.verdict.peak_bytes:
                 self.smallest = price
             return False
@@ -211,6 +218,41 @@ def never_faster(candidate: Candidate, than: Candidate) -> bool:
     for (key, value), (_, other) in zip(candidate.values, than.values, strict=True):
         order = _FASTER_FIRST.get(key)
         if value != other and (order is None or order.index(value) < order.index(other)):
+            return False
+    return True
+
+
+def _slicing(candidate: Candidate) -> tuple[int, ...]:
+    """Return the sizes that two layouts must share so that the number of shards says which rank holds more."""
+    layout = candidate.layout
+    return (layout.size("pp"), layout.size("cp"), layout.size("tp"), layout.ep)
+
+
+_SMALLER_LAST = {
+    _MODE: (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE),
+    "parallel.sync": (SyncPolicy.DEFER, SyncPolicy.RESHARD_EACH, SyncPolicy.REDUCE_EACH),
+    _OFFLOAD: (False, True),
+}
+"""Choices of which each holds at least what those after it hold. Of other modes of recomputation, nothing is known before."""
+
+_ROWS, _COMPILE = "training.microbatch_size", "parallel.compile"
+
+
+def never_smaller(candidate: Candidate, than: Candidate) -> bool:
+    """Return whether a candidate with the same slices can be told never to hold less than another one, without prices."""
+    if candidate.layout.size("dp_shard") > than.layout.size("dp_shard"):
+        return False
+    values, others = dict(candidate.values), dict(than.values)
+    for key in values.keys() | others.keys():
+        value, other = values.get(key), others.get(key)
+        order: tuple[Any, ...] = _SMALLER_LAST.get(key, ())
+        if key == _ROWS:
+            smaller = value < other  # type: ignore[operator]
+        elif value in order and other in order:
+            smaller = order.index(value) > order.index(other)
+        else:
+            smaller = value != other and key != _COMPILE
+        if smaller:
             return False
     return True
 

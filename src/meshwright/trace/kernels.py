@@ -1,7 +1,9 @@
 """What kernels of a device keep for backward, where those of a CPU keep something else.
 
 Attention: a device keeps queries, keys, values, its output, and a logarithm for each query and head (Dao et al. 2022, arXiv
-2205.14135, section 3.1). A CPU does so only where keys and values have heads of equal width and nothing is dropped.
+2205.14135, section 3.1). A CPU does so only where keys and values have heads of equal width and nothing is dropped. A mask that
+torch's own attention is given as a tensor is kept too, for each call: one of booleans is made into numbers of the dtype of the
+queries first, whatever kernel computes with it (``convert_boolean_attn_mask`` in torch's attention.cpp).
 
 ``rms_norm``: a device keeps its input, its weight and the reciprocal root for each token (``_fused_rms_norm`` in torch's
 derivatives.yaml). A CPU takes it apart, and keeps copies in fp32. The norms that transformers writes out are the same on both,
@@ -44,12 +46,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, causal: bool,
-        window: int | None,
+        window: int | None, mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         batch, heads, tokens, _ = query.shape
         output = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)  # so a kernel leaves it in memory
         normalizer = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        context.save_for_backward(query, key, value, output, normalizer)
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.empty_like(mask, dtype=query.dtype)
+        context.save_for_backward(query, key, value, output, normalizer, mask)
         context.sinks, keys = sinks, key.shape[-2]
         context.scores = math.prod(query.shape[:-1]) * keys // (2 if causal else 1)
         if window is not None and window < keys:  # the first queries of a sequence see fewer keys
@@ -62,7 +66,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, *_ = context.saved_tensors
         _tell(2 * context.scores * (3 * query.shape[-1] + 2 * value.shape[-1]))  # Dao 2023, arXiv 2307.08691, section 3.1
         sinks_gradient = None if context.sinks is None else torch.empty_like(context.sinks)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sinks_gradient, None, None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sinks_gradient, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -99,7 +103,7 @@ def device_kernels(kernel: str, *, causal: bool) -> Iterator[None]:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        output: torch.Tensor = _Attention.apply(query, key, value, None, causal or is_causal, None)
+        output: torch.Tensor = _Attention.apply(query, key, value, None, causal or is_causal, None, attn_mask)
         return output
 
     def rms_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:

@@ -63,6 +63,7 @@ def show_time(forecast: TimeForecast, *, calibrated: bool) -> RenderableType:
         share = seconds / forecast.step_seconds
         if share >= 0.0005:
             words = name if name not in ("tp", "cp", "ep", "pp") else f"communication over {name}"
+            words = "gathers of the objective" if name == "dp" else words
             table.add_row(words.replace("data ranks", "communication over data ranks"), _seconds(seconds), f"{share:.1%}")
     layers = ", ".join(f"{escape(label)} {_seconds(seconds)}" for label, seconds in forecast.layers.items() if seconds > 0)
     low, high = _seconds(forecast.low), _seconds(forecast.high)

@@ -126,6 +126,8 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         step = _prepared(setup, batches, "cpu", tensors)
         step()  # DTensor learns how to propagate shapes, and AdamW gets its state
         held = [item for state in step.optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
+        for batch in step.batches:  # a run moves all to the device first, with what is known of documents (`moved_batch`)
+            held += [*batch.values(), *([torch.empty_like(batch["position_ids"])] if setup.plan.options.packed else ())]
         live = LiveBytes(setup.model, held, settle=tensors is None, words=_words(setup))
         with live, WorkCounter() as work, report_attention(work.attended):
             state = live.held

@@ -1,5 +1,6 @@
 """The optimizer of a run: ours, or one of the user."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
@@ -70,7 +71,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
     forms: dict[torch.Tensor, Form] = {
         trained[name]: row.form for name, row in row_of.items() if name in trained and row.form is not None
     }
-    made = {name: _make(config, one, alike[name], whole, forms) for name, one in updaters.items() if name in alike}
+    names: dict[torch.Tensor, str] = {parameter: row_of[name].name for name, parameter in trained.items()}
+    made = {name: _make(config, one, alike[name], whole, forms, names) for name, one in updaters.items() if name in alike}
     return SeveralOptimizers(made, updaters) if len(made) > 1 else next(iter(made.values()))
 
 
@@ -90,6 +92,7 @@ def _make(
     alike: Mapping[_Settings, list[torch.Tensor]],
     whole: _Settings,
     forms: Mapping[torch.Tensor, Form],
+    names: Mapping[torch.Tensor, str],
 ) -> torch.optim.Optimizer:
     """Return one of the optimizers of a configuration for its parameters."""
     groups: list[dict[str, Any]] = []
@@ -105,6 +108,8 @@ def _make(
     if updater.kind == MUON:
         del options["by_head"]  # the forms say it
         options |= {"dtype": getattr(torch, options["dtype"]), "forms": forms}
+    if updater.kind in QUANTIZED:
+        options["names"] = names
     return _OURS[updater.kind](groups, lr=config.lr, **{key: getattr(whole, key) for key in keys}, **options)
 
 
@@ -243,6 +248,14 @@ def update_rules(config: OptimizerConfig) -> tuple[UpdateRule, ...]:
     )
 
 
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else bool(one == other)
+
+
 def _tried(config: OptimizerConfig, updater: Updater) -> tuple[tuple[str, Any], ...]:
     """Return what an optimizer of the user keeps for a matrix and for a vector: pairs of what for, and bytes of a number.
 
@@ -250,24 +263,33 @@ def _tried(config: OptimizerConfig, updater: Updater) -> tuple[tuple[str, Any], 
     """
     kind, arguments = _users(config, updater)
     assert updater.part is not None
+    name_of = updater.part.use
 
     def states(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
         optimizer = kind([parameter], lr=config.lr, **arguments)
         parameter.grad = torch.ones_like(parameter)
+        [group] = optimizer.param_groups
+        before = copy.deepcopy(_settings(group))
         optimizer.step()
+        if changed := [key for key, value in _settings(group).items() if key not in before or not _same(before[key], value)]:
+            raise PartError(
+                "part.returned",
+                f"optimizer {name_of}: its step changes {', '.join(changed)} in its param_groups, which a checkpoint does not "
+                "hold; legal is to keep it in state[parameter], as a tensor",
+            )
         return {key: value for state in optimizer.state.values() for key, value in state.items()}
 
     found = {}
     for name, shape in (("matrix", (6, 10)), ("vector", (6,))):
-        with in_part(f"optimizer {updater.part.use}", "step"):
+        with in_part(f"optimizer {name_of}", "step"):
             kept = states(shape, torch.float32)
         if lost := [
             f"{key} ({type(value).__name__})" for key, value in kept.items() if not isinstance(value, torch.Tensor | None)
         ]:
             raise PartError(
                 "part.returned",
-                f"optimizer {updater.part.use}: its state {', '.join(lost)} is no tensor, so that a checkpoint cannot keep it",
+                f"optimizer {name_of}: its state {', '.join(lost)} is no tensor, so that a checkpoint cannot keep it",
             )
         wide: dict[str, Any] = {}
         with suppress(Exception):  # it may be for single precision only

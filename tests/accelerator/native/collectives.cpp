@@ -548,6 +548,17 @@ PYBIND11_MODULE(_native, module) {
   module.def("place", [] { return *place_here(); });
   module.def("memory", [](int device) { return std::make_pair(bytes_of[device].now, bytes_of[device].peak); });
   module.def("reset_peak", [](int device) { bytes_of[device].peak = bytes_of[device].now; });
+  module.def("watch_peak", [](int device, bool watched) {
+    Lock lock(world.mutex);
+    bytes_of[device].watched = watched;
+    bytes_of[device].at_peak.clear();
+  });
+  module.def("at_peak", [](int device) {  // bytes, and the operator and lines that allocated them
+    std::vector<std::pair<int64_t, std::string>> found;
+    Lock lock(world.mutex);
+    for (auto& [bytes, place] : bytes_of[device].at_peak) found.emplace_back(bytes, place ? *place : "");
+    return found;
+  });
   module.def("generator", [](int device) { return default_generator(device); });
   py::class_<Ledger, std::shared_ptr<Ledger>>(module, "Ledger")
       .def(py::init<std::string, int, int>())

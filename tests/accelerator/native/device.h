@@ -21,6 +21,20 @@ constexpr size_t kTotalBytes = size_t(1) << 34;
 // ---------------------------------------------------------------- memory
 struct Bytes {  // of one device
   int64_t now = 0, peak = 0, made = 0;
+  bool watched = false;  // whether what is alive at the peak is noted
+  std::unordered_set<Allocation*> alive;
+  std::vector<std::pair<int64_t, Place>> at_peak;
+
+  void rose(Allocation* memory) {  // with the mutex held
+    now += (int64_t)memory->bytes;
+    made += (int64_t)memory->bytes;
+    alive.insert(memory);
+    if (now <= peak) return;
+    peak = now;
+    if (!watched) return;
+    at_peak.clear();
+    for (auto one : alive) at_peak.emplace_back((int64_t)one->bytes, one->place);
+  }
 };
 inline std::array<Bytes, kMostDevices>& bytes_of = *new std::array<Bytes, kMostDevices>;
 
@@ -36,6 +50,7 @@ inline void free_allocation(void* context) {
     Lock lock(world.mutex);
     leave_tombstones(*memory);
     bytes_of[memory->device].now -= (int64_t)memory->bytes;
+    bytes_of[memory->device].alive.erase(memory);
   }
   if (!memory->adopted) std::free(memory->data);
   delete memory;
@@ -52,10 +67,7 @@ inline c10::DataPtr own(void* data, size_t bytes, int device, c10::Storage adopt
   memory->adopted = std::move(adopted);
   Lock lock(world.mutex);
   memory->born = ++world.allocations;
-  auto& all = bytes_of[device];
-  all.now += (int64_t)bytes;
-  all.made += (int64_t)bytes;
-  all.peak = std::max(all.peak, all.now);
+  bytes_of[device].rose(memory);
   return {data, memory, &free_allocation, c10::Device(kDevice, (c10::DeviceIndex)device)};
 }
 

@@ -120,8 +120,16 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of a group; ``None`` if its backends have none."""
-    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    options = [_options_of(group._get_backend(device)) for device in group._device_types]
     return next((own._timeout for own in options if own is not None and hasattr(own, "_timeout")), None)
+
+
+def _options_of(backend: Any) -> Any:
+    """The options of a backend; ``None`` if it has none. From torch 2.14 on one that is not torch's own may then raise."""
+    try:
+        return getattr(backend, "options", None)
+    except RuntimeError:
+        return None
 
 
 def control_store(prefix: str) -> dist.Store:

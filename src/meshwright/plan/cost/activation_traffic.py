@@ -1,6 +1,7 @@
 """What the activations of a plan cost to communicate: collectives and bytes over `pp`, `tp`, `cp` and `ep`, in closed form."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from meshwright.plan.axes.context import context_bytes, context_counts
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
@@ -13,7 +14,7 @@ from meshwright.plan.given.options import NF4
 from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 
-__all__ = ["activation_traffic", "kinds_of_collectives", "objective_counts"]
+__all__ = ["activation_traffic", "kinds_of_collectives", "objective_bytes", "objective_counts"]
 
 
 def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
@@ -36,9 +37,11 @@ def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
         calls["cp"] = context_counts(plan)
     if gathered := objective_counts(plan):
         calls["dp"] = gathered
-    sizes = None if plan.options.tokens is None else _sizes(plan, plan.options.tokens)
+    sizes: dict[str, Mapping[str, int | None]] = {"dp": objective_bytes(plan)}
+    if plan.options.tokens is not None:
+        sizes.update(_sizes(plan, plan.options.tokens))
     return messages + [
-        AxisTraffic(axis, kind, count, None if sizes is None or axis == "dp" else sizes.get(axis, Counter())[kind])
+        AxisTraffic(axis, kind, count, sizes[axis].get(kind, 0) if axis in sizes else None)
         for axis, of in calls.items()
         for kind, count in sorted(of.items())
     ]
@@ -52,12 +55,20 @@ def kinds_of_collectives(plan: ShardingPlan) -> set[str]:
 
 
 def objective_counts(plan: ShardingPlan) -> Counter[str]:
-    """Return the collectives of an objective over data ranks in an optimizer step; the plan does not know their bytes."""
+    """Return the collectives of an objective over data ranks in an optimizer step."""
     options = plan.options
     if not options.objective_gathers or plan.layout.size("dp") == 1:
         return Counter()
     calls = {"all_gather": options.objective_gathers, "all_reduce": options.objective_reductions}
     return Counter({kind: options.microbatches * count for kind, count in calls.items() if count})
+
+
+def objective_bytes(plan: ShardingPlan) -> dict[str, int | None]:
+    """Return the bytes of these collectives, those of the larger buffer of each; ``None``: the plan does not know them."""
+    options = plan.options
+    sizes = {"all_gather": options.objective_gathered, "all_reduce": options.objective_reduced}
+    ranks = plan.layout.size("dp")
+    return {kind: None if size is None else options.microbatches * ranks * size for kind, size in sizes.items()}
 
 
 def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:

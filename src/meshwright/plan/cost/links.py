@@ -19,9 +19,10 @@ def _group(layout: Layout, axis: str) -> tuple[int, int]:
     if " x " in axis:
         both = [_group(layout, one) for one in axis.split(" x ")]
         return math.prod(size for size, _ in both), min(distance for _, distance in both)
+    data = layout.size("tp") * layout.size("cp")
     inner = {"tp": 1, "cp": layout.size("tp"), "dp_shard_cp": layout.size("tp"), "ep": 1, "ep_shard": layout.ep}
-    model = layout.size("tp") * layout.size("cp") * layout.size("dp_shard")
-    distances = {**inner, "dp_replicate": model, "pp": model * layout.size("dp_replicate")}
+    model = data * layout.size("dp_shard")
+    distances = {**inner, "dp": data, "dp_replicate": model, "pp": model * layout.size("dp_replicate")}
     size = {"ep": layout.ep, "ep_shard": layout.ep_shard}.get(axis) or layout.size(axis)
     return size, distances[axis]
 

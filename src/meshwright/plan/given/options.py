@@ -127,6 +127,10 @@ class ParallelOptions:
     )
     objective_gathers: int = _option(0, "How often the objective gathers values of all data ranks in a microbatch.")
     objective_reductions: int = _option(0, "How often it sums the gradients of such values over data ranks.")
+    objective_gathered: int | None = _option(
+        None, "Bytes of the values that it gathers in a microbatch, on a rank before they are gathered. 'None': unknown."
+    )
+    objective_reduced: int | None = _option(None, "Bytes of those of them whose gradients it sums. 'None': unknown.")
     objective_sums: int = _option(0, "How often it sums over documents, or their gradients, over 'cp' in a microbatch.")
     prefetch_forward: int | None = _option(
         None,

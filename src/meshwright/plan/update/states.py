@@ -9,7 +9,7 @@ from meshwright.layout import Layout
 from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.rows import ParameterRow
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
-from meshwright.plan.update.matrices import Form
+from meshwright.plan.update.matrices import Form, own_spans
 from meshwright.plan.update.muon_choice import held_of, indices_of_rank
 from meshwright.plan.update.muon_cost import UpdateTraffic, traffic_of
 
@@ -31,7 +31,7 @@ ALL, ROWS, COLUMNS, ONE = "all", "rows", "columns", "one"
 
 
 LEAST_IN_BLOCKS = 4096
-"""Numbers of a shard below which torchao keeps its moments as they are."""
+"""Numbers of a shard below which torchao keeps its moments as they are, here in at least single precision."""
 
 
 def state_bytes(plan: ShardingPlan, row: ParameterRow) -> int:
@@ -39,7 +39,10 @@ def state_bytes(plan: ShardingPlan, row: ParameterRow) -> int:
     if not row.trainable:
         return 0
     rule = plan.options.rules[row.update]
-    return _BYTES[rule.kind](row, dict(rule.options))
+    options = dict(rule.options)
+    if (of_shard := _BYTES_OF_SHARD.get(rule.kind)) is not None:
+        return max(of_shard(numbers, row, options) for numbers in _shards(plan, row))
+    return _BYTES[rule.kind](row, options)
 
 
 def kept_words(plan: ShardingPlan) -> str:
@@ -76,21 +79,35 @@ def _of_adafactor(row: ParameterRow, options: Mapping[str, Any]) -> int:
     return max(4, itemsize(row.dtype)) * sum(_number(row.local_shape, kept) for kept in numbers)
 
 
-def _in_blocks(bits: int, table: int) -> Callable[[ParameterRow, Mapping[str, Any]], int]:
+def _in_blocks(bits: int, table: int) -> Callable[[int, ParameterRow, Mapping[str, Any]], int]:
     """Return the bytes of torchao's two moments: codes, a scale of 4 bytes a block, and a table of what the codes mean."""
 
-    def of_row(row: ParameterRow, options: Mapping[str, Any]) -> int:
-        if not in_blocks(row, options):
-            return 2 * row.bytes_per_rank
-        numbers = prod(row.local_shape)
+    def of_shard(numbers: int, row: ParameterRow, options: Mapping[str, Any]) -> int:
+        if not _has_blocks(numbers, options):
+            return 2 * max(4, itemsize(row.dtype)) * numbers
         return 2 * (numbers * bits // 8 + 4 * (numbers // options["block_size"]) + table)
 
-    return of_row
+    return of_shard
+
+
+def _shards(plan: ShardingPlan, row: ParameterRow) -> set[int]:
+    """Return the numbers of entries of the shards of a parameter. A smaller one may have more bytes, if it has no blocks."""
+    fullest = prod(row.local_shape)
+    held = held_of(row, plan.layout, Form())
+    ranks = prod(size for name, size in held.axes if name not in held.replicas)
+    if fullest * ranks == prod(row.shape):
+        return {fullest}
+    first = (0,) * len(held.axes)
+    places = [(*first[:axis], index, *first[axis + 1 :]) for axis, (_, size) in enumerate(held.axes) for index in range(size)]
+    return {fullest} | {prod(sum(end - begin for begin, end in own_spans(held, dim, at)) for dim in range(3)) for at in places}
 
 
 def in_blocks(row: ParameterRow, options: Mapping[str, Any]) -> bool:
     """Return whether torchao keeps the moments of a parameter in blocks (``_AdamBase._new_buffer`` of torchao 0.18)."""
-    numbers = prod(row.local_shape)
+    return _has_blocks(prod(row.local_shape), options)
+
+
+def _has_blocks(numbers: int, options: Mapping[str, Any]) -> bool:
     return numbers >= LEAST_IN_BLOCKS and numbers % int(options["block_size"]) == 0
 
 
@@ -160,11 +177,14 @@ _TRAFFIC: dict[str, Callable[[Layout, list[ParameterRow], Mapping[str, Any]], li
 }
 """The collectives of a kind for the parameters that it updates; the others have none."""
 
-_BYTES: dict[str, Callable[[ParameterRow, Mapping[str, Any]], int]] = {
-    "adamw": _moments(2),
+_BYTES_OF_SHARD: dict[str, Callable[[int, ParameterRow, Mapping[str, Any]], int]] = {
     "adamw8bit": _in_blocks(8, 4 * 256),
     "adamw4bit": _in_blocks(4, 4 * 16),
     "adamwfp8": _in_blocks(8, 0),
+}
+
+_BYTES: dict[str, Callable[[ParameterRow, Mapping[str, Any]], int]] = {
+    "adamw": _moments(2),
     "adafactor": _of_adafactor,
     "lion": _moments(1),
     "muon": _moments(1),

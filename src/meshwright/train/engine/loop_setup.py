@@ -26,6 +26,8 @@ __all__ = ["OwnLoop", "describe_loop", "fill_from", "layout_of"]
 LENGTH = 4096
 """Tokens of a sequence, of which a plan counts the activations, where nothing says how long they are."""
 
+_DTYPES = {torch.float32, torch.bfloat16, torch.float64}
+
 _OF_FILES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of a model's config that describe its files, and not the model."""
 
@@ -118,6 +120,10 @@ def describe_loop(
         ConfigError: all wrong arguments together; they are named by their keys in a configuration.
     """
     given = model if isinstance(model, nn.Module) else None
+    if given is None and not isinstance(model, str | Path):
+        raise ConfigError(
+            "engine.model", f"Engine: model is {model!r}; legal are a model, or a directory or hub name of one, as text or Path"
+        )
     parallel = dict(sections.get("parallel") or {})
     if given is not None:
         _check_model(given)
@@ -150,13 +156,39 @@ def describe_loop(
 
 
 def _check_model(model: nn.Module) -> None:
-    config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        raise ConfigError(
-            "engine.model",
-            f"Engine: {type(model).__name__} is no model of transformers; for a plain module, build a loop from the parts: "
-            "meshwright.parallelize, GradSync and Pipeline (README)",
+    """Refuse a module that an engine cannot run, with what is missing."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    inner = next((where for where in ("_orig_mod", "module") if isinstance(getattr(model, where, None), nn.Module)), None)
+    if inner is not None:
+        instead = "parallel={'compile': True}" if inner == "_orig_mod" else "layout="
+        wrong = f"{name} wraps a model; give the model itself, its attribute {inner}, and {instead}"
+    elif hasattr(model, "peft_config"):
+        wrong = f"{name} has adapters of peft already; give the model without them, and adapter="
+    elif not hasattr(config, "get_text_config"):
+        wrong = (
+            f"{name} has no config of transformers; a plain module needs an attribute `config` of a class of "
+            "transformers, with its vocab_size, and a forward of input_ids and position_ids that returns an object with "
+            "logits; or build a loop from the parts: meshwright.parallelize, GradSync and Pipeline (docs/own-loop.md)"
         )
+    elif getattr(config, "is_encoder_decoder", False):
+        wrong = f"{name} has an encoder and a decoder; legal is a decoder"
+    elif isinstance(model, _pretrained()) and not _says_logits(model):
+        wrong = f"{name} has no output head, so it gives no logits; legal is a model that AutoModelForCausalLM makes"
+    elif dtypes := {one.dtype for one in model.parameters() if one.is_floating_point()} - _DTYPES:
+        wrong = f"{name} is stored in {min(map(str, dtypes))}; legal are float32, bfloat16 and float64: model.to(...)"
+    else:
+        return
+    raise ConfigError("engine.model", f"Engine: {wrong}")
+
+
+def _pretrained() -> type[nn.Module]:
+    from transformers import PreTrainedModel
+
+    return PreTrainedModel
+
+
+def _says_logits(model: "PreTrainedModel") -> bool:
+    return model.get_output_embeddings() is not None or kind_named(class_name(model)) is not None
 
 
 def _described(model: "PreTrainedModel") -> dict[str, Any]:

@@ -1,11 +1,8 @@
 """The engine for a loop of one's own: the steps of `train`, on every axis, without its data, files and metrics."""
 
-import atexit
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +21,7 @@ from meshwright.layout import Layout
 from meshwright.terminal import console
 from meshwright.train.engine.loop_audit import tell_loop
 from meshwright.train.engine.loop_batches import OwnData
+from meshwright.train.engine.loop_group import Membership
 from meshwright.train.engine.loop_setup import describe_loop, fill_from
 from meshwright.train.engine.loop_steps import LoopSteps, Loss
 from meshwright.train.engine.weights import Adapters, weights_of
@@ -38,13 +36,16 @@ __all__ = ["Engine"]
 class Engine(LoopSteps):
     """Runs the optimizer steps of a loop of one's own. All ranks make it, and call every method, in the same order.
 
-    It starts the process group from the environment of torchrun or Slurm, if there is none. A batch holds whole sequences on
-    the host, those of this data rank (:attr:`data_rank`), the same on all ranks that share them: ``input_ids`` [B, S], and see
-    :func:`~meshwright.train.engine.loop_batches.completed`. Each rank computes its part.
+    It starts the process group from the environment of torchrun or Slurm, if there is none. Several engines may live in a
+    process, such as a policy and its reference, each on its own layout of the same ranks: they share the group.
+
+    A batch holds whole sequences on the host, those of this data rank (:attr:`data_rank`), the same on all ranks that share
+    them: ``input_ids`` [B, S], and see :func:`~meshwright.train.engine.loop_batches.completed`. Each rank computes its part.
 
     Args:
-        model: a causal language model of transformers: with values, the same on all ranks, of which each keeps its slices; or
-            on the meta device, to begin at random; or a directory or hub name, of which each rank reads its slices.
+        model: a causal language model of transformers, or a plain module like one (docs/own-loop.md): with values, the same on
+            all ranks, of which each keeps its slices; or on the meta device, to begin at random; or a directory or hub name, of
+            which each rank reads its slices.
         layout: sizes of axes, as ``dp_shard=2,tp=2``; what is left out is 1, but ``dp_shard`` takes what is left of the ranks.
         optimizer: the section ``optimizer`` of a configuration, as ``{"kind": "adamw", "lr": 1e-4}``.
         schedule: the section ``schedule``; it needs ``steps``. ``None``: the rate is constant, or given to each step.
@@ -66,7 +67,7 @@ class Engine(LoopSteps):
         imports: modules to import first, which register a model or a strategy.
         seed: of weights that begin at random, of dropout, of the order of :meth:`share`.
         device: ``auto``, ``accelerator``, ``cpu``, or torch's name of a kind.
-        timeout_minutes: how long a collective waits for other ranks.
+        timeout_minutes: how long a collective waits for other ranks, if this engine starts the process group.
 
     Attributes:
         plan: what every rank holds and sends.
@@ -100,7 +101,7 @@ class Engine(LoopSteps):
         device: str = "auto",
         timeout_minutes: float = 10.0,
     ) -> None:
-        from meshwright.distributed.process_group import adopt_slurm, process_group
+        from meshwright.distributed.process_group import adopt_slurm
         from meshwright.train.start.processes import adapted, device_kind
 
         if schedule is not None and steps is None:
@@ -133,23 +134,20 @@ class Engine(LoopSteps):
             console().print(line, highlight=False, markup=False)
         loop = replace(loop, config=config).resolved(ranks)
         setup = loop.setup(ranks)
-        self._resources = ExitStack()
-        if dist.is_initialized():
-            from meshwright.device import claim
-
-            own = claim(kind, int(os.environ.get("LOCAL_RANK", 0)))
-        else:
-            own = self._resources.enter_context(process_group(timedelta(minutes=timeout_minutes), kind))
         parts = replace(PARTS, runner=partial(runner_of_plan, prepares=loop.fixed))
         given = loop.model
         if given is not None and not any(parameter.is_meta for parameter in given.parameters()):
             parts = replace(parts, fill=fill_from(given))
-        super().__init__(setup, own, parts, microbatches=microbatches, steps=steps, fixed=loop.fixed)
-        atexit.register(_close_at_exit, self._resources)  # not the engine, which would be kept until then
+        self._membership = Membership(kind, timedelta(minutes=timeout_minutes))
+        try:
+            super().__init__(setup, self._membership.device, parts, microbatches=microbatches, steps=steps, fixed=loop.fixed)
+        except BaseException:
+            self._membership.end(failed=True)
+            raise
 
     def close(self) -> None:
-        """End the process group, if the engine started it."""
-        self._resources.close()
+        """End the process group, if an engine started it and no other engine uses it any more."""
+        self._membership.end()
 
     def _repr_html_(self) -> str:
         from meshwright.plan.show.explain import explain
@@ -246,8 +244,13 @@ class Engine(LoopSteps):
         Raises:
             CheckpointError: on all ranks, if it could not be written.
         """
+        from transformers import PreTrainedModel
+
         from meshwright.checkpoint.export import export_checkpoint
 
+        if not isinstance(self.described, PreTrainedModel):
+            said = f"{type(self.described).__name__} is no model of transformers, so no directory of transformers can hold it"
+            raise ConfigError("engine.model", f"Engine.export: {said}; save() writes a checkpoint, weights() gives its weights")
         target = Path(directory)
         temporary = target.resolve().with_name(f".{target.name}.checkpoint")
         tensors = model_tensors(self.model, trained=self.config.saves_trained_only)
@@ -300,8 +303,3 @@ class Engine(LoopSteps):
         for state, name in self.lent:
             state[name] = state[name].to(self.device)
         self.lent = None
-
-
-def _close_at_exit(resources: ExitStack) -> None:
-    if not hasattr(sys, "last_value"):  # else the process fails, and its peers may wait in a collective
-        resources.close()

@@ -1,9 +1,9 @@
 """The kinds of optimizers that are ours, and the options of each, which stand in ``optimizer.with``."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from meshwright.train.schema.parallel_config import Section
 
@@ -29,7 +29,7 @@ class AdafactorOptions(Section):
     """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235, algorithm 4, with relative steps); names and defaults of torch."""
 
     beta2_decay: float = Field(default=-0.8, le=0, description="Power of the step in the decay of the second moment.")
-    eps: tuple[float | None, float] = Field(
+    eps: tuple[Annotated[float, Field(gt=0)] | None, Annotated[float, Field(ge=0)]] = Field(
         default=(None, 1e-3), description="Least square of a gradient (null: that of the dtype), and least size of a parameter."
     )
     d: float = Field(default=1.0, ge=1, description="Largest root mean square of an update before the rate.")
@@ -45,7 +45,7 @@ class QuantizedOptions(Section):
 class FourBitOptions(QuantizedOptions):
     """The same with blocks of 4 bits (Li et al. 2023, arXiv 2309.01507)."""
 
-    block_size: int = Field(default=128, ge=16, description="Numbers of a shard that share a scale.")
+    block_size: int = Field(default=128, ge=16, multiple_of=2, description="Numbers of a shard that share a scale.")
 
 
 class LionOptions(Section):
@@ -83,6 +83,12 @@ class SgdOptions(Section):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     nesterov: bool = False
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov=true: needs a momentum above 0")
+        return self
+
 
 SCHEMAS: dict[str, type[Section]] = {
     ADAMW: _None,
@@ -114,11 +120,13 @@ def options_of(where: str, kind: str, arguments: Mapping[str, Any]) -> Section:
         return SCHEMAS[kind].model_validate(arguments)
     except ValidationError as error:
         legal = ", ".join(SCHEMAS[kind].model_fields) or f"none; {', '.join(KEYS.get(kind, ()))} stand beside kind"
-        found = [(".".join(map(str, item["loc"])), item) for item in error.errors()]
+        found = [(".".join(map(str, ("with", *item["loc"]))), item) for item in error.errors()]
         said = [
-            f"{where}.with.{key}: unknown option of kind={kind}; leave it out; legal here: {legal}"
+            f"{where}.{key}: unknown option of kind={kind}; leave it out; legal here: {legal}"
             if item["type"] == "extra_forbidden"
-            else f"{where}.with.{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+            else f"{where}.{key}: {item['ctx']['error']}"
+            if item["type"] == "value_error"
+            else f"{where}.{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
             for key, item in found
         ]
         raise ValueError("; ".join(said)) from None

@@ -11,13 +11,14 @@ from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PartErr
 from meshwright.layout import Layout, divisors
 from meshwright.models.objective import NextToken, Objective
 from meshwright.objectives.call import named
+from meshwright.objectives.documents import most_documents
 from meshwright.objectives.layouts import layout_problems
 from meshwright.objectives.references import reference_problems
 from meshwright.plan.given.inspection import Inspection, model_sizes
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
-from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 from meshwright.train.config import RunConfig
 from meshwright.train.optimizer import update_rules
 from meshwright.train.run_objective import make_objective
@@ -167,6 +168,7 @@ def _options(config: RunConfig, layout: Layout, model: "PreTrainedModel", object
         loss_chunks = 0
     tokens, experts = _tokens(config, layout, model)
     gathers, reductions, sums = objective.collectives
+    gathered, reduced = _gathered(config, objective, tokens)
     return replace(
         options,
         loss_parallel=loss_parallel,
@@ -185,8 +187,27 @@ def _options(config: RunConfig, layout: Layout, model: "PreTrainedModel", object
         balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0,
         objective_gathers=gathers,
         objective_reductions=reductions,
+        objective_gathered=gathered,
+        objective_reduced=reduced,
         objective_sums=sums,
     )
+
+
+def _gathered(config: RunConfig, objective: Objective, tokens: int) -> tuple[int | None, int | None]:
+    """Return the bytes of the values of a rank that an objective gathers in a microbatch, and of those with a gradient.
+
+    Args:
+        config: the configuration.
+        objective: the objective, which was tried.
+        tokens: of a microbatch on a rank.
+    """
+    if objective.gathered is None:
+        return None, None
+    parallel, rows = config.parallel, config.training.microbatch_size
+    computes = parallel.output_dtype or parallel.param_dtype or config.model.dtype
+    documents = most_documents(objective, config.data.packing, config.data.sequence_length) or 1
+    sizes = [(one.size(rows, tokens // rows, documents, itemsize(computes)), one.reduced) for one in objective.gathered]
+    return sum(size for size, _ in sizes), sum(size for size, reduced in sizes if reduced)
 
 
 def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:

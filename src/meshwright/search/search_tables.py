@@ -37,6 +37,11 @@ def show_answer(answer: Answer, command: str, price: float | None = None) -> Ren
                 f"  {_two(1e3 * one.step_seconds)} ms, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}"
                 for one in front
             ]
+    elif not answer.tally.candidates:
+        lines.append(
+            f"[red]no layout is legal[/red] on {answer.world_size:,} ranks with what the configuration sets; "
+            "--free layout,microbatch frees its sizes"
+        )
     else:
         lines.append(f"[red]nothing fits[/red] on {answer.world_size:,} x {escape(answer.hardware)}")
         if answer.nearest:
@@ -49,6 +54,9 @@ def show_answer(answer: Answer, command: str, price: float | None = None) -> Ren
     cut = f"{tally.too_large:,} too large and {tally.too_slow:,} too slow by their bounds, {tally.refused:,} refused"
     priced = f"{tally.priced:,} priced, of which {tally.do_not_fit:,} do not fit"
     lines.append(f"{tally.candidates:,} candidates in {tally.seconds:.0f} s: {cut}, {priced}; {tally.traces} traces were made")
+    if tally.codes and not tally.priced:
+        most = sorted(tally.codes.items(), key=lambda one: -one[1])[:3]
+        lines.append(f"what refused most (docs/errors.md): {', '.join(f'{code} ({number:,})' for code, number in most)}")
     return Group(*lines)
 
 
