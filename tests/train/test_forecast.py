@@ -1,5 +1,6 @@
 """A run tells what it was expected to take beside what it takes."""
 
+import json
 import os
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from meshwright.train import forecast
 from meshwright.train.config import RunConfig
 from meshwright.train.forecast import NICENESS, Expectation, compared, operations_of_step, part_of
 from meshwright.train.start.prepare import prepare_run
+from meshwright.train.start.run_files import Paths
 from tests.train.runs import rows, train
 
 Tiny = Callable[..., RunConfig]
@@ -63,6 +65,9 @@ def test_a_run_prints_both_and_knows_its_speed(
     printed = capfd.readouterr().out
     assert printed.count("A step, in ms") == 1, printed
     assert "off most: " in printed
+    kept = json.loads(Paths(config.directory).forecast.read_text())  # what the page of the run is made of
+    assert set(kept["measured"]) >= {"products", "elementwise", "waiting"}
+    assert kept["forecast"]["products"] > 0
     steps = [row for row in rows(config) if "loss" in row]
     peak = 1e12 * load_hardware("h100").fp32_tflops
     for row in steps:
