@@ -34,7 +34,7 @@ def show_answer(answer: Answer, command: str, price: float | None = None) -> Ren
         if front:
             lines.append("Slower, and smaller (of all that were priced):")
             lines += [
-                f"  {_two(1e3 * one.step_seconds)} ms, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}"
+                f"  {one.step_seconds:.3g} s, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}"
                 for one in front
             ]
     elif not answer.tally.candidates:
