@@ -34,8 +34,7 @@ def show_answer(answer: Answer, command: str, price: float | None = None) -> Ren
         if front:
             lines.append("Slower, and smaller (of all that were priced):")
             lines += [
-                f"  {one.step_seconds:.3g} s, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}"
-                for one in front
+                f"  {one.step_seconds:.3g} s, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}" for one in front
             ]
     elif not answer.tally.candidates:
         lines.append(
