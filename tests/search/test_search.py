@@ -220,6 +220,17 @@ def test_why_the_own_layout_loses() -> None:
     assert options[0].gpu_hours == pytest.approx(options[0].step_seconds * RANKS / 3600)
 
 
+def test_nothing_fits() -> None:
+    """What came nearest is named, and few candidates are priced: one of each branch shows that the others are too large."""
+    setup = base(parallel=CHOICES, layout={"cp": 1, "pp": 1})
+    answer = in_one_process(lambda: replace(search(setup, RANKS, small_device(0.45)), prices=()))
+    assert answer.options == ()
+    assert "GiB too much" in answer.nearest
+    assert answer.tally.priced == 0
+    assert answer.tally.too_large > 10
+    assert in_one_process(lambda: search(base(layout={"tp": 2}), 3, small_device(64.0)).tally.candidates) == 0
+
+
 CONFIG = """
 output: {folder}/run
 model:

@@ -25,6 +25,9 @@ MOST = 5
 TOLD = 10
 """Candidates after which the search says how far it is."""
 
+CLEARLY = 1.05
+"""Times the memory of a device: if what should hold the least needs more, nothing else of its branch is priced."""
+
 FAR = 1.2
 """A layout whose step takes so many times that of the best one is of no interest."""
 
@@ -157,6 +160,9 @@ class _Search:
                 self.tally.too_large += 1
             else:
                 kept.append((self.bounds.seconds(branch, candidate), number, candidate))
+        if not self.best and kept and self._even_the_leanest_is_too_large(branch, [one for *_, one in kept]):
+            self.tally.too_large += len(kept)
+            return
         kept.sort()
         fitting: list[Candidate] = []
         for place, (bound, _, candidate) in enumerate(kept):
@@ -174,6 +180,21 @@ class _Search:
                 self.tally.too_slow += 1
             elif self._price(candidate):
                 fitting.append(candidate)
+
+    def _even_the_leanest_is_too_large(self, branch: Branch, candidates: Sequence[Candidate]) -> bool:
+        """Price the candidate that should hold the least. Return whether it is so far too large that all others are, too."""
+
+        def held(candidate: Candidate) -> tuple[float, int]:
+            values = dict(candidate.values)
+            later = sum(order.index(values[key]) for key, order in _FASTER_FIRST.items() if values.get(key) in order)
+            return self.bounds.bytes(branch, candidate), -later
+
+        price = self.pricer.price(min(candidates, key=held))
+        if price is None or price.verdict.peak_bytes <= CLEARLY * price.verdict.limit_bytes:
+            return False
+        if self.smallest is None or price.verdict.peak_bytes < self.smallest.verdict.peak_bytes:
+            self.smallest = price
+        return True
 
     def _price(self, candidate: Candidate) -> bool:
         """Price a candidate; return whether it fits."""
