@@ -29,7 +29,7 @@ class Work(StrEnum):
     """Operations of matrix products of fp32 tensors, which have no fast units unless they are rounded."""
 
     THIN = "thin"
-    """Operations of products that are bound by the memory on devices with fast units for them: they are between the others too."""
+    """Operations of products that are bound by the memory on devices with fast units for them; they are in PRODUCTS too."""
 
     THIN_MOVED = "thin_moved"
     """Bytes that these products read and write."""
