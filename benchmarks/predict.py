@@ -2,9 +2,9 @@
 
     python benchmarks/predict.py [NUMBER ...]
 
-The devices are not calibrated. Each row has the layout, batch and sequence of its source. The published runs are of other code
-(fused kernels, other recomputation), and the forecast is of Meshwright's: a row compares both at once. Rows 1 and 3 set what
-the allocator adds, so their memory says nothing.
+The devices are not calibrated. Each row has the layout, batch, sequence, dtype, recomputation and synchronization that its
+source ran with; where a step of theirs has several runs of a pipeline, the row has one. The published runs are of other code,
+and the forecast is of Meshwright's: a row compares both at once. Constants of the forecast are fitted on rows 1 and 3 alone.
 """
 
 import logging
@@ -13,6 +13,8 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from meshwright.plan.cost.hardware import Hardware, load_hardware
 from meshwright.trace.memory import Traces
@@ -37,6 +39,26 @@ GPT_OSS_20B: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
     "max_position_embeddings": 8192,
 }  # fmt: skip
+GPT_OSS_120B = {**GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}
+QWEN25_7B: dict[str, Any] = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 8192,
+}  # fmt: skip
+QWEN25_32B = {
+    **QWEN25_7B, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+
+
+def _read(shape: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((SHAPES / f"{shape}.yaml").read_text())["model"]["config"]
+    return found
+
+
+KIMI_K2 = _read("deepseek_v3") | {
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "vocab_size": 163840,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +73,10 @@ class Row:
         tokens: published tokens a second and device; ``None``: not published.
         memory: published GiB; ``None``: not published.
         sections: sections of the configuration.
+        sent: what their exchange of tokens sends, as a share of what ours does.
+        allocated: whether the published memory is that of tensors (``max_memory_allocated``), and not what torch's allocator
+            holds (``max_memory_reserved``). Neither has what is outside of the allocator.
+        fitted: whether a constant of the forecast was fitted on this row.
     """
 
     name: str
@@ -60,27 +86,30 @@ class Row:
     tokens: float | None
     memory: float | None
     sections: dict[str, Any]
+    sent: float = 1.0
+    allocated: bool = False
+    fitted: bool = False
 
 
 def _row(
     name: str, shape: str | dict[str, Any], ranks: int, hardware: Hardware, tokens: float | None, memory: float | None,
     micro: int, batch: int, length: int, recomputed: str, *, kernel: str | None = None, stages: int | None = None,
-    fused: bool = False, adapter: int | None = None, chunks: int | None = None, dtype: str = "float32", **layout: Any,
+    fused: bool = False, adapter: dict[str, Any] | None = None, chunks: int | None = None, dtype: str = "float32",
+    sync: str | None = None, sliced: bool | None = None, sent: float = 1.0, allocated: bool = False, fitted: bool = False,
+    **layout: Any,
 ) -> Row:  # fmt: skip
-    parallel: dict[str, Any] = {
-        "activation_checkpointing": recomputed, "sequence_parallel": layout.get("tp", 1) > 1, "compile": fused,
-    }  # fmt: skip
+    sliced = layout.get("tp", 1) > 1 if sliced is None else sliced
+    parallel: dict[str, Any] = {"activation_checkpointing": recomputed, "sequence_parallel": sliced, "compile": fused}
     parallel["loss_chunks"] = 0 if hardware is SLOWER else chunks
-    if shape == "llama_405b":
-        parallel["sync"] = "defer"  # parameters stay gathered, as in the paper, section 3.3.2
+    parallel["sync"] = sync
     if stages is not None:
         parallel["pipeline"] = {"schedule": "interleaved_1f1b", "stages_per_rank": stages}
-    return Row(name, shape, ranks, hardware, tokens, memory, {
+    sections = {
         "layout": layout, "parallel": parallel, "data": {"files": ["x"], "sequence_length": length, "packing": "pad"},
         "training": {"steps": 1, "microbatch_size": micro, "global_batch_size": batch},
-        "model": {"attn_implementation": kernel, "dtype": dtype},
-        "adapter": None if adapter is None else {"rank": adapter},
-    })  # fmt: skip
+        "model": {"attn_implementation": kernel, "dtype": dtype}, "adapter": adapter,
+    }  # fmt: skip
+    return Row(name, shape, ranks, hardware, tokens, memory, sections, sent, allocated, fitted)
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -104,55 +133,97 @@ LLAMA_1B: dict[str, Any] = {
 LLAMA_405B = 6 * 405.8e9 + 12 * 126 * 16384 * 8192
 """Operations for a token, as torchtitan counts them."""
 
+LORA: dict[str, Any] = {"rank": 16, "alpha": 32}
+LORA_70B: dict[str, Any] = {"fused": True, "adapter": LORA, "dtype": "bfloat16", "tp": 2}
+STAGES: dict[str, Any] = {"sliced": False, "pp": 4, "adapter": LORA, "dtype": "bfloat16"}
+HF: dict[str, Any] = {"fused": True, "dtype": "bfloat16"}
+NO_SP: dict[str, Any] = {"sliced": False}
+SMALL: dict[str, Any] = {"dtype": "bfloat16", "allocated": True}
+MIXTURE: dict[str, Any] = {"fused": True, "dtype": "bfloat16", "sync": "defer"}
+LLAMA_3: dict[str, Any] = {"pp": 16, "tp": 8, "stages": 4, "fused": True, "sync": "defer"}
+MEGATRON: dict[str, Any] = {
+    "fused": True, "kernel": "eager", "sliced": False, "dp_shard": 1, "dp_replicate": None, "sync": "defer",
+}  # fmt: skip
+
 ROWS = (
-    _row("1 torchtitan 8B", "llama_8b", 8, SLOWER, 5762, 82.4, 2, 16, 8192, "selective"),
+    _row("1 torchtitan 8B", "llama_8b", 8, SLOWER, 5762, 82.4, 2, 16, 8192, "selective", fitted=True),
     _row("2 the same, compiled", "llama_8b", 8, SLOWER, 6667, 77.0, 2, 16, 8192, "selective", fused=True),
-    _row("3 torchtitan 8B", "llama_8b", 128, SLOWER, 5605, 67.0, 2, 256, 8192, "selective"),
+    _row("3 torchtitan 8B", "llama_8b", 128, SLOWER, 5605, 67.0, 2, 256, 8192, "selective", fitted=True),
+    _row("4 the same, compiled", "llama_8b", 128, SLOWER, 6514, 62.0, 2, 256, 8192, "selective", fused=True),
     _row("5 torchtitan 70B, compiled", "llama_70b", 256, SLOWER, 597, None, 16, 512, 8192, "full", tp=8, fused=True),
     _row("7 torchtitan 8B, compiled", "llama_8b", 64, SLOWER, 4378, None, 12, 96, 8192, "submodule", tp=8, fused=True),
-    _row("8 NeMo 70B", "llama_70b", 64, H100, 867, None, 1, 128, 8192, "full", cp=2),
-    _row("9 NeMo Qwen3-30B-A3B, fused", QWEN3_30B, 8, H100, 12040, 48.1, 4, 512, 4096, "full", ep=8, fused=True),
     _row(
-        "10 NeMo GPT-OSS-20B, fused", GPT_OSS_20B, 8, H100, 13058, None, 2, 256, 4096, "full",
-        kernel="flex_attention", fused=True,
+        "8 NeMo 70B, compiled", "llama_70b", 64, H100, 867, None, 1, 128, 8192, "full", cp=2, dtype="bfloat16",
+        sync="reduce_each", fused=True,
+    ),
+    _row("9 NeMo Qwen3-30B-A3B", QWEN3_30B, 8, H100, 12040, None, 4, 512, 4096, "full", ep=8, sent=1 / 8, **MIXTURE),
+    _row(
+        "10 NeMo GPT-OSS-20B", GPT_OSS_20B, 8, H100, 13058, None, 2, 256, 4096, "full", kernel="flex_attention", ep=8,
+        sent=1 / 4, **MIXTURE | {"sync": "reshard_each"},
     ),
     _row(
-        "12 NeMo DeepSeek-V3, fused", "deepseek_v3", 256, H100, 1002, None, 1, 512, 4096, "full", pp=4, ep=64,
-        stages=8, fused=True,
+        "11 NeMo Kimi-K2", KIMI_K2, 256, H100, 924, None, 1, 256, 4096, "full", pp=8, ep=32, stages=4, sent=1 / 8, **MIXTURE
     ),
     _row(
-        "13 NeMo DeepSeek-V3, fused", "deepseek_v3", 1024, H100, 865, None, 1, 8192, 4096, "full", pp=4, ep=64,
-        stages=8, fused=True,
-    ),
-    _row("17 NeMo 8B, LoRA, fused", "llama_8b", 1, H100, 12473, None, 2, 32, 4096, "none", adapter=8, fused=True),
-    _row(
-        "20 Llama 405B", "llama_405b", 8192, H100, 430e12 / LLAMA_405B, None, 1, 2048, 8192, "none", pp=16,
-        tp=8, stages=4, fused=True,
+        "12 NeMo DeepSeek-V3", "deepseek_v3", 256, H100, 1002, None, 1, 512, 4096, "full", pp=4, ep=64, stages=8, sent=1 / 8,
+        **MIXTURE,
     ),
     _row(
-        "21 Llama 405B", "llama_405b", 16384, H100, 400e12 / LLAMA_405B, None, 1, 2048, 8192, "none", pp=16,
-        tp=8, stages=4, fused=True,
+        "13 NeMo DeepSeek-V3", "deepseek_v3", 1024, H100, 865, None, 1, 2048, 4096, "full", pp=4, ep=64, stages=8, sent=1 / 8,
+        **MIXTURE,
+    ),
+    _row("17 NeMo 8B, LoRA", "llama_8b", 1, H100, 12473, None, 2, 32, 4096, "none", adapter=LORA | {"dropout": 0.1}, **HF),
+    _row("18 NeMo Qwen2.5-7B, LoRA", QWEN25_7B, 1, H100, 14110, None, 2, 32, 4096, "none", adapter=LORA, **HF),
+    _row("19a NeMo 70B, LoRA", "llama_70b", 8, H100, 1092, None, 2, 32, 4096, "full", **LORA_70B),
+    _row("19b the same", "llama_70b", 16, H100, 985, None, 2, 32, 4096, "full", **LORA_70B),
+    _row("19c NeMo Qwen2.5-32B, LoRA", QWEN25_32B, 8, H100, 2250, None, 2, 32, 4096, "full", **LORA_70B | NO_SP),
+    _row("19d the same", QWEN25_32B, 16, H100, 2073, None, 2, 32, 4096, "full", **LORA_70B | NO_SP),
+    _row("19e NeMo 70B, LoRA, stages", "llama_70b", 8, H100, 659, None, 1, 4, 4096, "full", stages=10, tp=2, **STAGES),
+    _row("19f the same", "llama_70b", 16, H100, 681, None, 1, 16, 4096, "full", stages=10, tp=2, **STAGES),
+    _row("19g NeMo Qwen2.5-32B, LoRA, stages", QWEN25_32B, 8, H100, 1951, None, 1, 16, 4096, "full", stages=8, **STAGES),
+    _row("19h the same", QWEN25_32B, 16, H100, 1826, None, 1, 32, 4096, "full", stages=8, **STAGES),
+    _row("20 Llama 405B", "llama_405b", 8192, H100, 430e12 / LLAMA_405B, None, 1, 2048, 8192, "none", **LLAMA_3),
+    _row("21 Llama 405B", "llama_405b", 16384, H100, 400e12 / LLAMA_405B, None, 1, 2048, 8192, "none", **LLAMA_3),
+    _row(
+        "23 Megatron 7.5B", _gpt(36, 4096, 32), 128, A100, _gpt_tokens(142, 36, 4096), None, 4, 512, 2048, "full", tp=4,
+        **MEGATRON,
     ),
     _row(
-        "23 Megatron 7.5B", _gpt(36, 4096, 32), 128, A100, _gpt_tokens(142, 36, 4096), None, 4, 512, 2048,
-        "full", tp=4, fused=True,
+        "24 Megatron 18.4B", _gpt(40, 6144, 48), 256, A100, _gpt_tokens(135, 40, 6144), None, 4, 1024, 2048, "full", tp=8,
+        **MEGATRON,
     ),
     _row(
-        "24 Megatron 18.4B", _gpt(40, 6144, 48), 256, A100, _gpt_tokens(135, 40, 6144), None, 4, 1024, 2048,
-        "full", tp=8, fused=True,
+        "25 Megatron 39.1B", _gpt(48, 8192, 64), 512, A100, _gpt_tokens(138, 48, 8192), None, 4, 1536, 2048, "full", pp=2,
+        tp=8, **MEGATRON,
     ),
-    _row(
-        "25 Megatron 39.1B", _gpt(48, 8192, 64), 512, A100, _gpt_tokens(138, 48, 8192), None, 4, 1536, 2048,
-        "full", pp=2, tp=8, fused=True,
-    ),
-    _row("a NeMo 1B", LLAMA_1B, 8, H100, None, 47.59, 8, 64, 2048, "none", dtype="bfloat16", chunks=0),
-    _row("b the same, recomputed", LLAMA_1B, 8, H100, None, 33.06, 8, 64, 2048, "full", dtype="bfloat16", chunks=0),
-    _row("c the same, logits never whole", LLAMA_1B, 8, H100, None, 7.3, 8, 64, 2048, "full", dtype="bfloat16"),
+    _row("a NeMo 1B", LLAMA_1B, 8, H100, None, 47.59, 8, 64, 2048, "none", chunks=0, **SMALL),
+    _row("b the same, recomputed", LLAMA_1B, 8, H100, None, 33.06, 8, 64, 2048, "full", chunks=0, **SMALL),
+    _row("c the same, logits never whole", LLAMA_1B, 8, H100, None, 7.3, 8, 64, 2048, "full", **SMALL),
 )  # fmt: skip
-"""Rows of research/next-wave.md, section 4.6; a to c are its memory rows of a Llama-3.2-1B. The microbatch of rows 23 to 25 is
-not published. ``fused``: their code has fused kernels where transformers has many operators, and `parallel.compile` stands for
-that.
+"""Rows of research/next-wave.md, section 4.6, and of the same pages. ``fused``: their code is compiled or has fused kernels
+where transformers has many operators, and `parallel.compile` stands for that. What else was set is in docs/measurements.md.
 """
+
+
+@dataclass(frozen=True)
+class Found:
+    """A forecast of a row: tokens a second and device, and GiB as its source counts them."""
+
+    tokens: float
+    memory: float
+
+
+def forecast(row: Row) -> Found:
+    """Forecast a row."""
+    config = _read(row.shape) if isinstance(row.shape, str) else row.shape
+    sections = row.sections | {"model": {**row.sections["model"], "config": config}}
+    setup = make_setup(RunConfig.model_validate({"output": "runs/x", **sections}), row.ranks)
+    traces = Traces(setup)
+    time = forecast_time(setup, row.hardware, traces)
+    step = time.step_seconds - (1 - row.sent) * time.parts.get("ep", 0.0)
+    verdict = judge(setup, replace(row.hardware, memory_gib=1e6), traces)
+    outside = verdict.parts["reserved"] + (verdict.parts["allocator"] if row.allocated else 0)
+    return Found(time.tokens_per_second_per_device * time.step_seconds / step, (verdict.peak_bytes - outside) / 2**30)
 
 
 def main() -> None:
@@ -164,19 +235,8 @@ def main() -> None:
     for row in ROWS:
         if sys.argv[1:] and row.name.split()[0] not in sys.argv[1:]:
             continue
-        config = row.shape
-        if isinstance(config, str):
-            import yaml
-
-            config = yaml.safe_load((SHAPES / f"{config}.yaml").read_text())["model"]["config"]
-        run = RunConfig.model_validate(
-            {"output": "runs/x", **row.sections, "model": {**row.sections["model"], "config": config}}
-        )
-        setup = make_setup(run, row.ranks)
-        traces = Traces(setup)
-        found = forecast_time(setup, row.hardware, traces).tokens_per_second_per_device
-        memory = judge(setup, replace(row.hardware, memory_gib=1e6), traces).peak_bytes / 2**30
-        cells = [row.name, str(row.ranks), *_compared(row.tokens, found), *_compared(row.memory, memory)]
+        found = forecast(row)
+        cells = [row.name, str(row.ranks), *_compared(row.tokens, found.tokens), *_compared(row.memory, found.memory)]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -14,8 +14,8 @@ from meshwright.train.start.setup import RunSetup, make_setup
 from tests.harness import run_ranks
 from tests.trace.test_memory import setup_of
 
-DEVICE = replace(load_hardware("h100"), hbm_tb_s=0.5, launch_us=0.0)
-"""Slow memory: operators beside products are most of a step."""
+DEVICE = replace(load_hardware("h100"), hbm_tb_s=0.5, launch_us=0.0, link_us=0.1)
+"""Slow memory and quick collectives: operators beside products are most of a step."""
 
 
 def speedups_of(setup: RunSetup, **changed: Any) -> tuple[Speedup, ...]:

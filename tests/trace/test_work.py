@@ -52,6 +52,16 @@ def test_products_are_told_apart_by_dtype() -> None:
     assert counted(lambda: (LARGE + 1).view(-1))[Work.STARTED] == 1
 
 
+def test_a_product_with_an_adapter_is_thin() -> None:
+    """It has about as many operations for a byte as the adapter's rank; a wide one, or one in fp32, is not thin."""
+    rows, wide, rank = torch.zeros(2048, 1024), torch.zeros(1024, 1024), torch.zeros(1024, 16)
+    thin = counted(lambda: rows.bfloat16() @ rank.bfloat16())
+    assert thin[Work.THIN] == thin[Work.PRODUCTS] == 2 * 2048 * 1024 * 16
+    assert thin[Work.THIN_MOVED] == 2 * (2048 * 1024 + 1024 * 16 + 2048 * 16)
+    for run in (lambda: rows.bfloat16() @ wide.bfloat16(), lambda: rows @ rank):
+        assert counted(run)[Work.THIN_MOVED] == 0
+
+
 @pytest.mark.parametrize("window", [None, 16, 100])
 def test_a_window_leaves_less_to_compute(window: int | None) -> None:
     """transformers gives kernels beside sdpa the window of a layer; its mask is not made."""

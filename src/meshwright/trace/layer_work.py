@@ -61,8 +61,10 @@ class Rates:
         """Return the seconds of some work: ``products``, ``attention``, ``elementwise`` and ``launches``."""
         hardware = self.hardware
         products = work[Work.PRODUCTS] / hardware.bf16_tflops + work[Work.PRODUCTS_FP32] / hardware.fp32_tflops
+        # Thin products take as long as their bytes.
+        thin = work[Work.THIN_MOVED] / self.bandwidth - work[Work.THIN] / (self.reached * hardware.bf16_tflops * 1e12)
         found = {
-            "products": products / (self.reached * 1e12),
+            "products": products / (self.reached * 1e12) + max(0.0, thin),
             "attention": work[Work.ATTENTION] / (self.peak * hardware.attention),
             "elementwise": self.fused * work[Work.MOVED] / self.bandwidth,
         }

@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
-from meshwright.plan.cost.activation_traffic import activation_traffic
+from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals_of_rank
@@ -107,7 +107,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         if item.size is not None and item.kind != "send":
             seconds = collective_seconds(layout, hardware, item.axis, item.kind, item.calls, item.size)
             load = traces.load if item.kind == "all_to_all" and item.axis == "ep" else 1.0
-            parts[item.axis] = parts.get(item.axis, 0.0) + load * seconds
+            parts[item.axis] = parts.get(item.axis, 0.0) + (1 + repeated_share(plan, item.axis)) * load * seconds
     own = rows_on_stages(plan, stages_of_rank(plan, rank))
     speeds = Speeds(peak * reached, hardware.fp32_tflops * reached * 1e12, bandwidth)
     if ring := exposed_of_ring(own, setup.config.data.sequence_length, speeds, price):

@@ -10,11 +10,32 @@ from meshwright.plan.axes.pipeline.stage_plan import pipeline_messages, stages_o
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_bytes, tensor_parallel_counts
 from meshwright.plan.cost.price import fullest_rank
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.options import NF4
 from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 
-__all__ = ["activation_traffic", "kinds_of_collectives", "objective_bytes", "objective_counts"]
+__all__ = ["activation_traffic", "kinds_of_collectives", "objective_bytes", "objective_counts", "repeated_share"]
+
+REPEATED = {"ep": 0.5, "cp": 0.5}
+"""Share of a layer's collectives that recomputation repeats: those of its forward."""
+
+SLICED = {
+    ActivationCheckpointing.FULL: (3 / 8, 1 / 4),
+    ActivationCheckpointing.SELECTIVE: (3 / 8, 1 / 4),
+    ActivationCheckpointing.SUBMODULE: (1 / 4, 0.0),
+}
+"""The same over ``tp``, with `sequence_parallel` and without. torch stops to recompute when all is there that backward needs
+(``_StopRecomputationError`` in torch/utils/checkpoint.py), so the last collective of what is recomputed is not repeated."""
+
+
+def repeated_share(plan: ShardingPlan, axis: str) -> float:
+    """Return the share of the collectives of activations over an axis that recomputation repeats, over all layers."""
+    modes = [unit.activation_checkpointing for unit in plan.units if unit.kind == "layer"]
+    again = [mode for mode in modes if mode in SLICED]
+    if axis == "tp":
+        return sum(SLICED[mode][0 if plan.options.sequence_parallel else 1] for mode in again) / max(1, len(modes))
+    return REPEATED.get(axis, 0.0) * len(again) / max(1, len(modes))
 
 
 def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
