@@ -180,6 +180,25 @@ def test_overrides_make_the_candidate() -> None:
         assert given.training == config.training
 
 
+def test_what_is_written_for_an_axis_goes_with_it() -> None:
+    """Sequence parallel without tp, and a schedule without stages, would be refused: a candidate leaves them out."""
+    pipeline = {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "runs_per_step": 2}
+    setup = base(parallel={**CHOICES, "sequence_parallel": True, "pipeline": pipeline})
+    alone = next(
+        one
+        for _, one in all_candidates(small_space(setup))
+        if one.layout.size("pp") == one.layout.size("tp") == one.layout.size("cp") == 1
+    )
+    pricer = Pricer(setup, small_device(64.0), TraceStore(setup))
+    assert pricer.setup_of(alone) is not None
+    given = alone.overrides(setup.config)
+    assert {"parallel.sequence_parallel=false", "parallel.pipeline.schedule=1f1b", "parallel.pipeline.runs_per_step=1"} <= set(
+        given
+    )
+    branch = next(small_space(setup).branches())
+    assert in_one_process(lambda: Bounds(setup, small_device(64.0), pricer.store).seconds(branch)) > 0
+
+
 def _option(name: str) -> Option:
     return Option(name, (name,), 1.0, 1.0, 1.0, 0.4, 1, 1, "", True, "unproven", "", 1.0, 1.0)
 

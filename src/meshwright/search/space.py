@@ -37,6 +37,10 @@ FREE = {
 }
 """Names of `--free` to the keys that they free."""
 
+_KEYS = tuple(key for keys in FREE.values() for key in keys)
+_OF_STAGES = ("parallel.pipeline.cuts", "parallel.pipeline.runs_per_step")
+"""Keys that a candidate without stages sets back."""
+
 ONLY_FREED = ("optimizer.kind",)
 """Keys that are searched only if they are named, because they change what is computed."""
 
@@ -76,8 +80,13 @@ class Candidate:
                 pipeline[name.removeprefix("pipeline.")] = value
             elif key != "optimizer.kind":
                 changed.setdefault(section, {})[name] = value
-        if pipeline:
-            changed.setdefault("parallel", {})["pipeline"] = base.parallel.pipeline.model_copy(update=pipeline)
+        parallel = changed.setdefault("parallel", {})
+        if self.layout.size("pp") == 1:  # what is written for stages is of no use, and would be refused
+            parallel["pipeline"] = type(base.parallel.pipeline)()
+        elif pipeline:
+            parallel["pipeline"] = base.parallel.pipeline.model_copy(update=pipeline)
+        if self.layout.size("tp") == 1:
+            parallel["sequence_parallel"] = False
         sections = {name: getattr(base, name).model_copy(update=values) for name, values in changed.items()}
         if (kind := dict(self.values).get("optimizer.kind", base.optimizer.kind)) != base.optimizer.kind:
             same = base.optimizer.model_dump(by_alias=True)
@@ -91,13 +100,19 @@ class Candidate:
             size = self.layout.ep if axis == "ep" else self.layout.size(axis)
             if getattr(asked, axis) != size:
                 found.append(f"layout.{axis}={size}")
-        for key, value in self.values:
-            before: Any = base
-            for part in key.split("."):
-                before = getattr(before, part)
+        own = self.config(base)
+        for key in (*(key for key in _KEYS if not key.startswith("layout.")), *_OF_STAGES):
+            before, value = _value(base, key), _value(own, key)
             if before != value:
                 found.append(f"{key}={override_text(value)}")
         return tuple(found)
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 @dataclass(frozen=True)

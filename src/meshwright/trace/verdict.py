@@ -182,4 +182,5 @@ def with_values(config: RunConfig, overrides: Overrides) -> RunConfig:
 
 def override_text(value: Any) -> str:
     """Return a value as an override has it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(list(value)) if isinstance(value, list | tuple) else str(value)
+    return "null" if value is None else text.lower() if isinstance(value, bool) else text
