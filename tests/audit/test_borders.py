@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.audit.borders import BorderRecorder, BorderRow, Point, border_error, part_of, worst_of_ranks
-from meshwright.audit.origin import origin_findings
+from meshwright.audit.causes.origin import origin_findings
 from meshwright.audit.result import RankResult
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from meshwright.audit.case import Case
+from meshwright.audit.causes.diagnose import Kind
 from meshwright.audit.conduct import Auditor, audit
-from meshwright.audit.diagnose import Kind
 from meshwright.audit.report import AuditReport
 from meshwright.train.proofs.claim import claim_of
 from meshwright.train.start.setup import make_setup

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from meshwright.audit.causes.gradients import gradient_findings
 from meshwright.audit.compare import Row
-from meshwright.audit.gradients import gradient_findings
 from meshwright.layout import Layout
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec

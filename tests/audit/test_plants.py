@@ -15,9 +15,9 @@ from rich.console import Console
 from maintain.cells import LAYOUTS, Variant, family_case
 from meshwright.audit import conduct
 from meshwright.audit.case import Case
+from meshwright.audit.causes.diagnose import Kind
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.diagnose import Kind
-from meshwright.audit.noise import measure_drift
+from meshwright.audit.one_process.noise import measure_drift
 from meshwright.audit.report import AuditReport
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.ranks.hang import HangError

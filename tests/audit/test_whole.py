@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright.audit.causes.diagnose import Kind
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.diagnose import Kind
 from meshwright.audit.report import AuditReport
 from meshwright.data import packing
 from meshwright.distributed.memory import nf4

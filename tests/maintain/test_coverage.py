@@ -12,9 +12,9 @@ from maintain.default_configs import model_types
 from maintain.reasons import CODES, EXPLAINED, OTHER, reason_of
 from maintain.variants import parsed, variants_of
 from meshwright.audit.case import Case
+from meshwright.audit.causes.findings import Kind
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.data import draw_documents
-from meshwright.audit.findings import Kind
 from meshwright.audit.ready import make_ready
 from meshwright.error_codes import CODES as ERROR_CODES
 from meshwright.errors import ConfigError

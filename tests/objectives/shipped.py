@@ -17,8 +17,8 @@ from meshwright.data.store import TokenStore
 from meshwright.models.objective import Batch, Objective, RunFacts
 from meshwright.objectives.call import evaluate_batch, passes_before
 from meshwright.objectives.documents import number_documents
-from meshwright.objectives.invented import spread_of
 from meshwright.objectives.running import Running, running
+from meshwright.objectives.trying.invented import spread_of
 from meshwright.train.config import RunConfig
 from meshwright.train.run_objective import columns_of
 from tests.objectives.test_given import PLACES

@@ -14,7 +14,7 @@ from meshwright.data.rows.columns import TensorColumn
 from meshwright.errors import ConfigError
 from meshwright.objectives import given
 from meshwright.objectives.documents import number_documents
-from meshwright.objectives.invented import invented
+from meshwright.objectives.trying.invented import invented
 from meshwright.plan.given.closed_choices import ContextBalance, SyncPolicy
 from meshwright.train.run_objective import columns_of
 from meshwright.user_code import PartConfig

@@ -10,8 +10,8 @@ from torch import nn
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.models.objective import Batch, Objective
 from meshwright.objectives import given
-from meshwright.objectives.gathered import Sizes, gathered_by
 from meshwright.objectives.running import Seen
+from meshwright.objectives.trying.gathered import Sizes, gathered_by
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.trace.time import forecast_time

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from meshwright.audit.causes.diagnose import Finding
 from meshwright.audit.compare import Row
-from meshwright.audit.diagnose import Finding
 from meshwright.audit.report import AuditReport, Check
 from meshwright.cli.main import _report, app
 from meshwright.errors import ConfigError

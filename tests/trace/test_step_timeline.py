@@ -20,10 +20,10 @@ from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.hardware import Hardware, load_hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.result.sharding_plan import shard_axis
-from meshwright.trace.chrome_trace import ABOVE, FIRST_PID, beside_measured, chrome_trace, measured_trace
+from meshwright.trace.in_time.chrome_trace import ABOVE, FIRST_PID, beside_measured, chrome_trace, measured_trace
+from meshwright.trace.in_time.memory_curve import MemoryPoint, memory_curve
+from meshwright.trace.in_time.step_timeline import StepTimeline, step_timeline
 from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
-from meshwright.trace.memory_curve import MemoryPoint, memory_curve
-from meshwright.trace.step_timeline import StepTimeline, step_timeline
 from meshwright.trace.time import COMPUTE, TimeForecast, forecast_time
 from meshwright.train.start.setup import RunSetup
 from tests.harness import run_ranks
@@ -152,7 +152,7 @@ def test_a_message_arrives_before_the_turn_that_waits_for_it() -> None:
 
 def test_a_step_of_many_microbatches_has_a_piece_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = setup_of(4, layers=6)
-    monkeypatch.setattr("meshwright.trace.step_timeline.MOST_PIECES", 10)
+    monkeypatch.setattr("meshwright.trace.in_time.step_timeline.MOST_PIECES", 10)
     ((forecast, timeline, _, _),) = drawn(setup, SLOW)
     own = [event for event in timeline.ranks[0].events if event.part == "compute"]
     assert [event.name for event in own] == ["all layers"] * 2 * setup.plan.options.microbatches

@@ -9,7 +9,7 @@ import torch
 
 from maintain.cells import Variant, family_case
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.decay import plain_groups, to_be_decayed
+from meshwright.audit.one_process.decay import plain_groups, to_be_decayed
 from meshwright.audit.ready import SMOOTH_EPS, make_ready
 from meshwright.checkpoint.state import initialize_optimizer, optimizer_tensors
 from meshwright.errors import ConfigError, PartError

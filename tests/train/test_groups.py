@@ -12,7 +12,7 @@ from torch import nn
 
 from maintain.cells import Variant, family_case
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.decay import plain_groups, to_be_decayed
+from meshwright.audit.one_process.decay import plain_groups, to_be_decayed
 from meshwright.errors import ConfigError, PlanError
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ShardingPlan

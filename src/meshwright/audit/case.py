@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwright.audit.callback_notes import NotingCallbacks
+from meshwright.audit.causes.callback_notes import NotingCallbacks
 from meshwright.audit.data import UnevenLoader, sequence_digests, unlabelled_microbatch, words_to_feed
 from meshwright.audit.precision import KeepFloat64
 from meshwright.checkpoint.state import optimizer_tensors
@@ -30,7 +30,7 @@ from meshwright.models.added_modules import ADDED
 from meshwright.models.objective import PRECOMPUTED
 from meshwright.models.weights.initial_values import derive_seed
 from meshwright.objectives.distillation import IDS, LOG_PROBS
-from meshwright.objectives.invented import REFERENCE, spread_of
+from meshwright.objectives.trying.invented import REFERENCE, spread_of
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.options import NF4

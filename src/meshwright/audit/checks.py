@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from meshwright.audit.findings import Finding, Kind
-from meshwright.audit.plain_libraries import PlainResult
-from meshwright.audit.reference import Reference
+from meshwright.audit.causes.findings import Finding, Kind
+from meshwright.audit.one_process.plain_libraries import PlainResult
+from meshwright.audit.one_process.reference import Reference
 from meshwright.audit.report import Check
 from meshwright.audit.result import RankResult
 from meshwright.plan.result.sharding_plan import ShardingPlan

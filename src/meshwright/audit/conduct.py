@@ -13,16 +13,16 @@ from types import TracebackType
 
 from meshwright.audit.borders import worst_of_ranks
 from meshwright.audit.case import Case
+from meshwright.audit.causes.diagnose import Kind, diagnose
+from meshwright.audit.causes.origin import in_order
 from meshwright.audit.checks import checks_of, whole_checks
 from meshwright.audit.data import documents_of_run, draw_documents
-from meshwright.audit.diagnose import Kind, diagnose
-from meshwright.audit.model_files import from_files, unwritten
-from meshwright.audit.noise import measure_drift, measure_noise
-from meshwright.audit.origin import in_order
-from meshwright.audit.plain_libraries import PlainResult, compare_with_plain, finding_of
+from meshwright.audit.one_process.model_files import from_files, unwritten
+from meshwright.audit.one_process.noise import measure_drift, measure_noise
+from meshwright.audit.one_process.plain_libraries import PlainResult, compare_with_plain, finding_of
+from meshwright.audit.one_process.reference import Reference, record_reference
 from meshwright.audit.ranks import RankTrainer, audit_on_rank
 from meshwright.audit.ready import make_ready
-from meshwright.audit.reference import Reference, record_reference
 from meshwright.audit.report import AuditReport, row_checks
 from meshwright.audit.result import RankResult
 from meshwright.audit.small_routes import Routes, fit_routes, without_routes

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
-from meshwright.audit.findings import Finding, Kind
+from meshwright.audit.causes.findings import Finding, Kind
 from meshwright.audit.result import RankResult
 from meshwright.layout import Layout
 from meshwright.plan.axes.context import context_counts

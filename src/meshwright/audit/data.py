@@ -287,7 +287,7 @@ def draw_documents(
 
     With ``pairs``, each is two documents, of at least two tokens.
 
-    Columns have random values, of which :func:`~meshwright.objectives.invented.invented` says what they can mean.
+    Columns have random values, of which :func:`~meshwright.objectives.trying.invented.invented` says what they can mean.
     """
     draw = np.random.default_rng(seed)
     lengths = _uneven_lengths(longest or sequence_length, seed)

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.audit.again import difference, evaluate, go_on, save_here
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, compare_borders, first_recorders
-from meshwright.audit.callback_notes import notes_of
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, digest, modules_in_evaluation, states_by_kind
+from meshwright.audit.causes.callback_notes import notes_of
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.counted_collectives import by_axis
 from meshwright.audit.data import whole_sequences
-from meshwright.audit.decay import decayed_by_optimizer
+from meshwright.audit.one_process.decay import decayed_by_optimizer
+from meshwright.audit.one_process.reference import Reference
 from meshwright.audit.precision import FLOORS
-from meshwright.audit.reference import Reference
 from meshwright.audit.result import RankResult, placements_in_words
 from meshwright.audit.timeline import Moment, divergences, sketch
 from meshwright.audit.tolerance import SQUARES, TOLERANCES, Tolerances
@@ -70,7 +70,7 @@ class RankTrainer(AuditTrainer):
         case: the case.
         device: the device of this rank.
         reference: the reference of the case.
-        noise: the noise of each gradient, from :func:`~meshwright.audit.reference.measure_noise`.
+        noise: the noise of each gradient, from :func:`~meshwright.audit.one_process.reference.measure_noise`.
         checkpoints: folder for a checkpoint to go on from; ``None``: this is not tried, and nothing is evaluated.
     """
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.audit.borders import BorderRow
+from meshwright.audit.causes.diagnose import Finding
 from meshwright.audit.compare import Row
-from meshwright.audit.diagnose import Finding
 from meshwright.errors import number_of
 from meshwright.shrink.small_config import Change
 from meshwright.train.proofs.claim import Claim

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from meshwright.audit.borders import BorderRow
-from meshwright.audit.callback_notes import CallbackNotes
+from meshwright.audit.causes.callback_notes import CallbackNotes
 from meshwright.audit.compare import Row
 from meshwright.audit.timeline import Divergence
 from meshwright.plan.result.sharding_plan import ParameterRow

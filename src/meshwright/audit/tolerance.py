@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-from meshwright.audit.reference import LOSS, Reference
+from meshwright.audit.one_process.reference import LOSS, Reference
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import OptimizerConfig

@@ -121,7 +121,7 @@ class PlanFiles:
     @cached_property
     def measured(self) -> dict[str, Any] | None:
         """The trace of a real step."""
-        from meshwright.trace.chrome_trace import measured_trace
+        from meshwright.trace.in_time.chrome_trace import measured_trace
 
         return None if self.trace_with is None else measured_trace(self.trace_with)
 
@@ -150,9 +150,9 @@ class PlanFiles:
         if self.trace_out is None and self.html is None:
             return []
         from meshwright.report.plan_page import PlanForecast, plan_page
-        from meshwright.trace.chrome_trace import beside_measured, chrome_trace
-        from meshwright.trace.memory_curve import memory_curve
-        from meshwright.trace.step_timeline import step_timeline
+        from meshwright.trace.in_time.chrome_trace import beside_measured, chrome_trace
+        from meshwright.trace.in_time.memory_curve import memory_curve
+        from meshwright.trace.in_time.step_timeline import step_timeline
         from meshwright.train.proofs.records import standing_of
 
         lines, drawn = [], None

@@ -6,7 +6,7 @@ from meshwright.errors import ConfigError, Problems
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.objective import PRECOMPUTED, Objective, RunFacts
 from meshwright.objectives.call import named
-from meshwright.objectives.invented import REFERENCE
+from meshwright.objectives.trying.invented import REFERENCE
 
 __all__ = ["reference_of", "reference_problems"]
 

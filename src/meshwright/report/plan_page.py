@@ -17,9 +17,9 @@ from meshwright.report.mesh_map import mesh_section
 from meshwright.report.page import page
 from meshwright.report.timeline_svg import timeline_section
 from meshwright.report.unit_tree import units_section
-from meshwright.trace.memory_curve import MemoryPoint
+from meshwright.trace.in_time.memory_curve import MemoryPoint
+from meshwright.trace.in_time.step_timeline import StepTimeline
 from meshwright.trace.speedups import Speedup
-from meshwright.trace.step_timeline import StepTimeline
 from meshwright.trace.time import TimeForecast
 from meshwright.trace.verdict import Verdict
 from meshwright.train.start.setup import RunSetup

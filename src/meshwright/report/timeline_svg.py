@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.plan.axes.pipeline.replay import Phase
 from meshwright.report.markup import Section, attributes, figure, legend, seconds_text, table, tag, ticks
-from meshwright.trace.step_timeline import LANES, Event, RankTimeline, StepTimeline
+from meshwright.trace.in_time.step_timeline import LANES, Event, RankTimeline, StepTimeline
 
 __all__ = ["timeline_section"]
 

@@ -31,8 +31,8 @@ from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives.call import evaluate_batch, passes_before
 from meshwright.objectives.documents import most_documents, number_documents
-from meshwright.objectives.invented import invented, spread_of
 from meshwright.objectives.running import Running, running
+from meshwright.objectives.trying.invented import invented, spread_of
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.trace.kernels import device_kernels, report_attention
 from meshwright.trace.live import Kind, LiveBytes

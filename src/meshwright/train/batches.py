@@ -17,7 +17,7 @@ from meshwright.models.objective import ROUTED, Batch, Objective
 from meshwright.models.token_loss import count_tokens
 from meshwright.objectives.call import calling
 from meshwright.objectives.documents import most_documents, number_documents
-from meshwright.objectives.invented import spread_of
+from meshwright.objectives.trying.invented import spread_of
 from meshwright.train.parts import RankSetup
 from meshwright.train.run_objective import columns_of
 

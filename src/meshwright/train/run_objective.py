@@ -16,7 +16,7 @@ from meshwright.models.added_modules import ADDED, module_problems, without_adde
 from meshwright.models.families.listed import FAMILIES, family_of
 from meshwright.models.objective import PRECOMPUTED, Column, NextToken, Objective, RunFacts
 from meshwright.objectives.distillation import IDS, LOG_PROBS
-from meshwright.objectives.invented import REFERENCE
+from meshwright.objectives.trying.invented import REFERENCE
 from meshwright.train.config import RunConfig
 from meshwright.train.schema.our_objectives import OURS
 from meshwright.user_code import check_arguments, find_part, make_part
@@ -140,7 +140,7 @@ def _users(
     """Return an objective of the user's, which was tried."""
     from meshwright.objectives.call import calling
     from meshwright.objectives.function import FunctionObjective
-    from meshwright.objectives.trial import try_objective
+    from meshwright.objectives.trying.trial import try_objective
 
     if kind is not NextToken:
         raise ConfigError(

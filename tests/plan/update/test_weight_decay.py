@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from maintain.tiny import TINY_MODELS
-from meshwright.audit.decay import to_be_decayed
+from meshwright.audit.one_process.decay import to_be_decayed
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.model_config import ModelConfig

@@ -16,7 +16,7 @@ from meshwright.data.index import INDEX
 from meshwright.data.scores import Scores
 from meshwright.errors import CheckpointError, ConfigError, DataError, Problems, Refusal, number_of
 from meshwright.models.objective import PRECOMPUTED
-from meshwright.objectives.invented import REFERENCE
+from meshwright.objectives.trying.invented import REFERENCE
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, plain_config
 

@@ -8,8 +8,8 @@ import torch
 
 from meshwright.audit.case import Case
 from meshwright.audit.compare import compare
+from meshwright.audit.one_process.reference import LOSS, Reference, ReferenceTrainer
 from meshwright.audit.precision import FLOORS
-from meshwright.audit.reference import LOSS, Reference, ReferenceTrainer
 
 __all__ = ["measure_drift", "measure_noise"]
 

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, in_dtype, silence_dropout
+from meshwright.audit.causes.findings import Finding, Kind, listed
 from meshwright.audit.compare import compare
-from meshwright.audit.decay import plain_optimizer, to_be_decayed
-from meshwright.audit.findings import Finding, Kind, listed
-from meshwright.audit.model_files import ADAPTER, MODEL, from_files, unwritten
-from meshwright.audit.reference import plain_model
+from meshwright.audit.one_process.decay import plain_optimizer, to_be_decayed
+from meshwright.audit.one_process.model_files import ADAPTER, MODEL, from_files, unwritten
+from meshwright.audit.one_process.reference import plain_model
 from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.data.preparation import write_documents

@@ -12,8 +12,8 @@ from typing import Any
 
 from meshwright.errors import ConfigError, described
 from meshwright.layout import Layout
-from meshwright.trace.memory_curve import MemoryPoint
-from meshwright.trace.step_timeline import Event, RankTimeline, StepTimeline
+from meshwright.trace.in_time.memory_curve import MemoryPoint
+from meshwright.trace.in_time.step_timeline import Event, RankTimeline, StepTimeline
 
 __all__ = ["beside_measured", "chrome_trace", "measured_trace"]
 

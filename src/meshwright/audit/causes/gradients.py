@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from meshwright.audit.causes.findings import Finding, Kind, described, in_ranks
+from meshwright.audit.causes.replicas import apart, differing, sharded_over
 from meshwright.audit.compare import Row
-from meshwright.audit.findings import Finding, Kind, described, in_ranks
-from meshwright.audit.reference import Reference
-from meshwright.audit.replicas import apart, differing, sharded_over
+from meshwright.audit.one_process.reference import Reference
 from meshwright.audit.result import RankResult
 from meshwright.layout import AXES, FLATTENED, Layout
 from meshwright.plan.result.sharding_plan import ShardingPlan

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.audit.plain_muon import PlainMuon, is_matrix_of_layer
+from meshwright.audit.one_process.plain_muon import PlainMuon, is_matrix_of_layer
 from meshwright.plan.given.names import match_names
 from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.train.config import OptimizerConfig

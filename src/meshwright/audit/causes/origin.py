@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from meshwright.audit.borders import BorderRow, Point
-from meshwright.audit.findings import Finding, Kind, in_ranks
+from meshwright.audit.causes.findings import Finding, Kind, in_ranks
 from meshwright.audit.result import RankResult
 from meshwright.plan.axes.pipeline.stage_plan import stages_with
 from meshwright.plan.result.border_places import Side

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.audit.findings import Finding, Kind
+from meshwright.audit.causes.findings import Finding, Kind
 from meshwright.audit.timeline import Moment, Sketch, divergences, sketch
 from meshwright.checkpoint import state
 from meshwright.distributed.mesh import whole_tensor

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map
 
 from meshwright.audit.again import evaluate
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
-from meshwright.audit.callback_notes import notes_of
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, modules_in_evaluation
+from meshwright.audit.causes.callback_notes import notes_of
 from meshwright.audit.data import UnevenLoader, gathered_batches
-from meshwright.audit.decay import decayed_by_optimizer, plain_optimizer, to_be_decayed
-from meshwright.audit.model_files import write_files
+from meshwright.audit.one_process.decay import decayed_by_optimizer, plain_optimizer, to_be_decayed
+from meshwright.audit.one_process.model_files import write_files
 from meshwright.audit.timeline import Moment, Sketch, sketch
 from meshwright.checkpoint import state
 from meshwright.distributed.conductor import PERFORMERS

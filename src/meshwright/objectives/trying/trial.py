@@ -20,10 +20,10 @@ from meshwright.models.objective import Batch, Column, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, forward_arguments
 from meshwright.objectives.call import calling, evaluate_batch, named, passes_before
 from meshwright.objectives.documents import EXISTS, number_documents
-from meshwright.objectives.gathered import Sizes, gathered_by
-from meshwright.objectives.invented import REFERENCE, invented, spread_of
 from meshwright.objectives.running import OF_LOGITS, Running, Seen, running
-from meshwright.objectives.stand_in import StandIn, with_values
+from meshwright.objectives.trying.gathered import Sizes, gathered_by
+from meshwright.objectives.trying.invented import REFERENCE, invented, spread_of
+from meshwright.objectives.trying.stand_in import StandIn, with_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

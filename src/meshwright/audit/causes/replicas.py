@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.audit.findings import Finding, Kind, described
+from meshwright.audit.causes.findings import Finding, Kind, described
 from meshwright.audit.result import RankResult
 from meshwright.layout import AXES, Layout
 from meshwright.plan.result.sharding_plan import ShardingPlan

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from meshwright.plan.axes.pipeline.replay import Phase, replay_of_plan
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.trace.in_time.step_timeline import RankTimeline, StepTimeline
 from meshwright.trace.memory import MemoryForecast, Traces, memory_moments
 from meshwright.trace.overlap import HEAD
 from meshwright.trace.step import FORWARD, LOSS, UPDATE
-from meshwright.trace.step_timeline import RankTimeline, StepTimeline
 from meshwright.train.start.setup import RunSetup
 
 __all__ = ["MemoryPoint", "memory_curve"]

@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.audit.callback_notes import callback_findings
+from meshwright.audit.causes.callback_notes import callback_findings
+from meshwright.audit.causes.findings import CONSEQUENCES, Finding, Kind, described, in_ranks, listed
+from meshwright.audit.causes.gradients import averages, gradient_findings
+from meshwright.audit.causes.origin import origin_findings
+from meshwright.audit.causes.replicas import differing, replica_findings, sharded_over
 from meshwright.audit.compare import Row
 from meshwright.audit.counted_collectives import wrong_counts
 from meshwright.audit.data import unlike
-from meshwright.audit.findings import CONSEQUENCES, Finding, Kind, described, in_ranks, listed
-from meshwright.audit.gradients import averages, gradient_findings
-from meshwright.audit.origin import origin_findings
-from meshwright.audit.reference import Reference
-from meshwright.audit.replicas import differing, replica_findings, sharded_over
+from meshwright.audit.one_process.reference import Reference
 from meshwright.audit.result import RankResult
 from meshwright.audit.timeline import Moment, earliest
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
