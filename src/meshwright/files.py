@@ -4,14 +4,16 @@ import ctypes
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["honour_umask", "put_in_place", "save_tensors", "write_whole"]
+__all__ = ["honour_umask", "put_in_place", "save_tensors", "write_shared", "write_whole"]
 
 
 def honour_umask(path: Path) -> None:
@@ -36,6 +38,19 @@ def write_whole(file: Path, content: str | bytes) -> None:
     beside = file.with_name(f".{file.name}.tmp")
     beside.write_bytes(content.encode() if isinstance(content, str) else content)
     beside.replace(file)
+
+
+def write_shared(file: Path, content: str) -> None:
+    """Write a small file that several processes may write at once, and make its directory: one content remains, complete."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{uuid.uuid4().hex}.tmp")
+    try:
+        beside.write_text(content)
+        beside.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def save_tensors(tensors: "Mapping[str, torch.Tensor]", file: Path) -> None:

@@ -112,9 +112,12 @@ class Run:
             found = overridden(copy.deepcopy(dict(config)), lines)
         else:
             found = load_config(str(config), lines)
-        content = found.model_dump(mode="json")
-        content["callbacks"] += [part_of("callbacks", one) for one in callbacks]
-        content["metrics"]["sinks"] += [part_of("sinks", one) for one in sinks]
+        content = found.model_dump(mode="json", exclude_unset=True)  # a search keeps what is written, and nothing else
+        if more := [part_of("callbacks", one) for one in callbacks]:
+            content["callbacks"] = [*content.get("callbacks", []), *more]
+        if more := [part_of("sinks", one) for one in sinks]:
+            metrics = content.setdefault("metrics", {})
+            metrics["sinks"] = [*metrics.get("sinks", []), *more]
         self.config: RunConfig = overridden(content, ())
 
     def plan(self, world_size: int | None = None, *, gpu: str | None = None) -> PlanView:
@@ -133,12 +136,10 @@ class Run:
         setup = with_teacher(make_setup(self.config, world_size or planned_processes(self.config), planning=True))
         if hardware is None:
             return PlanView(setup.plan)
-        from meshwright.trace.memory import Traces
-        from meshwright.trace.time import forecast_time
-        from meshwright.trace.verdict import judge
+        from meshwright.trace.forecasts import Forecasts
 
-        traces = Traces(setup)
-        return PlanView(setup.plan, hardware, judge(setup, hardware, traces), forecast_time(setup, hardware, traces))
+        found = Forecasts(setup, hardware)
+        return PlanView(setup.plan, hardware, found.verdict, found.time)
 
     def search(self, world_size: int, *, gpu: str, free: Iterable[str] = (), most: int = 5) -> "Answer":
         """Return the best layouts of the run on a number of ranks, as ``meshwright plan --search``.

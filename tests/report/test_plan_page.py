@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from meshwright.cli.main import app
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
+from meshwright.plan.show.summary import seconds_text
 from meshwright.report.candidates import candidates_section
-from meshwright.report.markup import seconds_text, table, ticks
+from meshwright.report.markup import table, ticks
 from meshwright.report.mesh_map import groups_of
 from meshwright.report.page import page as page_of
 from tests.browser import Page, opened, why_not
@@ -186,7 +187,7 @@ def test_groups_are_those_of_the_mesh() -> None:
 
 def test_times_and_scales_are_round() -> None:
     assert ticks(4.12, 10) == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
-    assert [seconds_text(value) for value in (0, 1e-6, 0.0123, 1.5, 1234.5)] == ["0", "1 µs", "12.3 ms", "1.5 s", "1,234 s"]
+    assert [seconds_text(value) for value in (0, 1e-6, 0.0123, 1.5, 1234.5)] == ["0", "1 µs", "12.3 ms", "1.5 s", "1,230 s"]
     assert '<td class="n" data-key="3">x</td>' in table(("a", "b"), [("r", ("x", 3))], numeric=[1])
 
 

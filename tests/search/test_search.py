@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import meshwright as mw
 from meshwright.cli.main import app
 from meshwright.errors import ConfigError
 from meshwright.plan.cost.hardware import Hardware, load_hardware
@@ -181,23 +182,38 @@ def test_overrides_make_the_candidate() -> None:
         assert given.training == config.training
 
 
-def test_what_is_written_for_an_axis_goes_with_it() -> None:
-    """Sequence parallel without tp, and a schedule without stages, would be refused: a candidate leaves them out."""
-    pipeline = {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "runs_per_step": 2}
-    setup = base(parallel={**CHOICES, "sequence_parallel": True, "pipeline": pipeline})
-    alone = next(
+@pytest.mark.parametrize(
+    ("axis", "written"),
+    [
+        ("pp", {"pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "runs_per_step": 2, "cuts": [1, 2, 3]}}),
+        ("tp", {"sequence_parallel": True, "loss_parallel": True, "tp_plan": {"model.layers.*.mlp.up_proj": "colwise"}}),
+        ("cp", {"context_parallel": "ulysses", "context_balance": "contiguous", "context_recompute": True}),
+    ],
+)
+def test_what_is_written_for_an_axis_goes_with_it(axis: str, written: dict[str, Any]) -> None:
+    """It would be refused where the axis is 1: a candidate sets it back, and its overrides say so."""
+    setup = base(parallel={**CHOICES, **written})
+    pricer = Pricer(setup, small_device(64.0), TraceStore(setup))
+    others = {"pp", "tp", "cp"} - {axis}
+    alone = [
         one
         for _, one in all_candidates(small_space(setup))
-        if one.layout.size("pp") == one.layout.size("tp") == one.layout.size("cp") == 1
-    )
-    pricer = Pricer(setup, small_device(64.0), TraceStore(setup))
-    assert pricer.setup_of(alone) is not None
-    given = alone.overrides(setup.config)
-    assert {"parallel.sequence_parallel=false", "parallel.pipeline.schedule=1f1b", "parallel.pipeline.runs_per_step=1"} <= set(
-        given
-    )
+        if one.layout.size(axis) == 1 and all(one.layout.size(other) == 1 for other in others)
+    ]
+    assert pricer.setup_of(alone[0]) is not None, pricer.refusals
+    given = {override.partition("=")[0] for override in alone[0].overrides(setup.config)}
+    keys = written["pipeline"].keys() if axis == "pp" else written.keys()
+    assert {f"parallel.pipeline.{key}" if axis == "pp" else f"parallel.{key}" for key in keys} <= given
     branch = next(small_space(setup).branches())
-    assert in_one_process(lambda: Bounds(setup, small_device(64.0), pricer.store).seconds(branch)) > 0
+    assert Bounds(setup, small_device(64.0), pricer.store).slices(branch, alone[0]) is not None
+
+
+def test_overrides_of_another_optimizer_are_complete() -> None:
+    setup = base(parallel=CHOICES, optimizer={"fused": True})
+    other = next(
+        one for _, one in all_candidates(small_space(setup, ["optimizer"])) if "adamw8bit" in dict(one.values).values()
+    )
+    assert {"optimizer.kind=adamw8bit", "optimizer.fused=null"} <= set(other.overrides(setup.config))
 
 
 def _option(name: str) -> Option:
@@ -233,7 +249,7 @@ def test_why_the_own_layout_loses() -> None:
     assert own.fits
     assert own.layout == "dp_shard=2 tp=2"
     assert own.step_seconds > options[0].step_seconds
-    assert "more communication over tp" in own.words
+    assert "more in communication over tp" in own.words
     assert options[0].as_fast
     assert options[0].proven == "unproven"
     assert "3" in refused
@@ -246,8 +262,8 @@ def test_nothing_fits() -> None:
     answer = in_one_process(lambda: replace(search(setup, RANKS, small_device(0.45)), prices=()))
     assert answer.options == ()
     assert "GiB too much" in answer.nearest
-    assert answer.tally.priced == 0
-    assert answer.tally.too_large > 10
+    assert 0 < answer.tally.priced == answer.tally.do_not_fit
+    assert answer.tally.too_large > answer.tally.priced
     assert in_one_process(lambda: search(base(layout={"tp": 2}), 3, small_device(64.0)).tally.candidates) == 0
 
 
@@ -290,10 +306,15 @@ def test_the_command(config: Path) -> None:
     answers = json.loads(text[text.index("{") :])["answers"]
     assert [answer["world_size"] for answer in answers] == [2, 4]
     assert all(answer["options"] and answer["tally"]["candidates"] for answer in answers)
+    lines = [argument for argument in arguments if "=" in argument]
+    found = in_one_process(lambda: replace(mw.Run(config, lines).search(4, gpu="h100"), prices=()))
+    assert [list(one.overrides) for one in found.options] == [one["overrides"] for one in answers[1]["options"]]
     code, text = in_one_process(lambda: run(*arguments, "--search", "--world-size", "2,4", "--price", "2"))
     assert code == 0
     for words in ("The best layout by number of ranks", "cost", "meshwright train"):
         assert words in text
+    refused = CliRunner().invoke(app, ["plan", "my_loop.py:make_engine", "--search", "--gpu", "h100"])
+    assert "a loop of your own" in str(refused.exception)
     for options, words in (
         (("--search",), "add --gpu"),
         (("--free", "layout"), "add --search"),

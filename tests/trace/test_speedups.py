@@ -49,3 +49,11 @@ def test_they_cost_what_they_are_said_to_cost() -> None:
 
 def test_none_for_a_run_that_does_not_fit() -> None:
     assert speedups_of(setup_of(2, layers=4), memory_gib=1.0) == ()
+
+
+def test_what_is_written_for_an_axis_goes_with_it() -> None:
+    """Half of two ranks of tp are none, for which sequence parallel would be refused."""
+    setup = setup_of(4, layers=4, layout={"tp": 2}, parallel={"sequence_parallel": True, "compile": True})
+    slow = {"link_gb_s": 0.01, "nic_gb_s": 0.01}
+    found = [one.overrides for one in speedups_of(setup, **slow)]
+    assert ("layout.tp=1", "layout.dp_shard=null", "parallel.sequence_parallel=false") in found

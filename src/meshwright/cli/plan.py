@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable, load_run
-from meshwright.cli.plan_files import Forecasts, PlanFiles, write_search
+from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable, is_loop, load_run
+from meshwright.cli.plan_files import PlanFiles, write_search
 
 if TYPE_CHECKING:
     from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -101,6 +101,10 @@ def plan(
 
     sizes = sizes_of(ranks)
     world_size = sizes[0] if sizes else None
+    if search and is_loop(config):
+        from meshwright.errors import ConfigError
+
+        raise ConfigError("cli.exclusive", f"--search: {config} is a loop of your own, which sets all keys; search a YAML file")
     run = load_run(config, overrides or [], world_size)
     if print_config:
         typer.echo(run.to_yaml(), nl=False)
@@ -158,7 +162,11 @@ def plan(
     setup = with_teacher(make_setup(run, world_size or planned_processes(run), planning=True))
     sharding_plan = setup.plan
     check_callbacks(run, sharding_plan)
-    forecasts = None if hardware is None else Forecasts(setup, hardware, load or 1.0)
+    forecasts = None
+    if hardware is not None:
+        from meshwright.trace.forecasts import Forecasts
+
+        forecasts = Forecasts(setup, hardware, load or 1.0)
     source, refused = Source(str(config), tuple(overrides or ())), [*_refused_data(run), *_refused_paths(run)]
     if against is not None:
         differences = _plan_in(against).diff(sharding_plan)

@@ -15,57 +15,12 @@ if TYPE_CHECKING:
     from meshwright.plan.result.differences import PlanDifference
     from meshwright.report.markup import Section
     from meshwright.search.answer import Answer
-    from meshwright.trace.memory import Traces
+    from meshwright.trace.forecasts import Forecasts
     from meshwright.trace.speedups import Speedup
-    from meshwright.trace.time import TimeForecast
-    from meshwright.trace.verdict import Verdict
     from meshwright.train.proofs.records import Source
     from meshwright.train.start.setup import RunSetup
 
-__all__ = ["Forecasts", "PlanFiles"]
-
-
-@dataclass
-class Forecasts:
-    """What is forecast of a run on a device, each when it is first asked for.
-
-    Args:
-        setup: the run.
-        hardware: the device.
-        load: tokens of the fullest rank of ``ep``, over an even share.
-    """
-
-    setup: "RunSetup"
-    hardware: "Hardware"
-    load: float
-
-    @cached_property
-    def traces(self) -> "Traces":
-        """Traces of some of its layers."""
-        from meshwright.trace.memory import Traces
-
-        return Traces(self.setup, load=self.load)
-
-    @cached_property
-    def verdict(self) -> "Verdict":
-        """Whether it fits."""
-        from meshwright.trace.verdict import judge
-
-        return judge(self.setup, self.hardware, self.traces)
-
-    @cached_property
-    def time(self) -> "TimeForecast":
-        """How long a step takes."""
-        from meshwright.trace.time import forecast_time
-
-        return forecast_time(self.setup, self.hardware, self.traces)
-
-    @cached_property
-    def faster(self) -> "Sequence[Speedup]":
-        """Changes that save most of its time."""
-        from meshwright.trace.speedups import find_speedups
-
-        return find_speedups(self.setup, self.hardware, self.traces, self.verdict, self.time)
+__all__ = ["PlanFiles", "write_search"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +83,7 @@ class PlanFiles:
     def write(
         self,
         setup: "RunSetup",
-        forecasts: Forecasts | None,
+        forecasts: "Forecasts | None",
         source: "Source",
         *,
         faster: "Sequence[Speedup]" = (),
@@ -187,16 +142,13 @@ def write_search(files: PlanFiles, answer: "Answer", overrides: Sequence[str], h
         hardware: the device.
         load: tokens of the fullest rank of ``ep``, over an even share.
     """
-    from meshwright.cli.arguments import load_run
     from meshwright.report.candidates import candidates_section
+    from meshwright.trace.forecasts import Forecasts
     from meshwright.train.proofs.records import Source
-    from meshwright.train.start.setup import make_setup
 
     if not answer.options:
         return f"{files.html}: is not written, because nothing fits"
-    best = answer.options[0]
-    run = load_run(files.config, [*overrides, *best.overrides], answer.world_size)
-    setup = make_setup(run, answer.world_size, planning=True)
+    best, setup = answer.options[0], answer.prices[0].setup
     source = Source(str(files.config), (*overrides, *best.overrides))
     limit = best.peak_bytes + best.margin_bytes
     section = candidates_section(

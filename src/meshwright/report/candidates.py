@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from meshwright.plan.show.summary import human_bytes
-from meshwright.report.markup import Section, legend, seconds_text, tag
+from meshwright.plan.show.summary import human_bytes, seconds_text
+from meshwright.report.markup import Section, legend, tag
 
 __all__ = ["candidates_section"]
 

@@ -17,11 +17,9 @@ __all__ = [
     "legend",
     "listed",
     "of_rich",
-    "seconds_text",
     "table",
     "tag",
     "ticks",
-    "two_digits",
 ]
 
 
@@ -158,11 +156,6 @@ def listed(lines: Iterable[str], kind: str = "") -> str:
     return tag("ul", items, class_=kind or None) if items else ""
 
 
-def two_digits(value: float) -> str:
-    """Return a number with two significant digits, which is what a forecast has."""
-    return f"{float(f'{value:.2g}'):,.0f}" if abs(value) >= 10 else f"{value:.2g}"
-
-
 def ticks(most: float, number: int) -> list[float]:
     """Return round values from 0 on and below ``most``, at most so many: multiples of 1, 2 or 5 and a power of ten."""
     if most <= 0:
@@ -170,14 +163,3 @@ def ticks(most: float, number: int) -> list[float]:
     power = 10 ** floor(log10(most / number))
     step = next(power * one for one in (1, 2, 5, 10) if most / (power * one) <= number)
     return [step * place for place in range(ceil(most / step))]
-
-
-def seconds_text(seconds: float, digits: int = 3) -> str:
-    """Return a time with its unit, such as ``12.3 ms``."""
-    if seconds == 0:
-        return "0"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(seconds) >= size or unit == "µs":
-            value = seconds / size
-            return f"{value:,.0f} {unit}" if abs(value) >= 10**digits else f"{value:.{digits}g} {unit}"
-    raise AssertionError

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from meshwright.plan.show.summary import human_bytes
-from meshwright.report.markup import Section, figure, legend, seconds_text, table, tag, ticks
+from meshwright.plan.show.summary import human_bytes, seconds_text
+from meshwright.report.markup import Section, figure, legend, table, tag, ticks
 from meshwright.trace.in_time.memory_curve import MemoryPoint
 from meshwright.trace.verdict import Verdict
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.result.differences import PlanDifference
 from meshwright.plan.show.explain import explain
-from meshwright.plan.show.summary import human_bytes
-from meshwright.report.markup import Section, cards, listed, of_rich, seconds_text, table, tag, two_digits
+from meshwright.plan.show.summary import human_bytes, seconds_text, two_digits
+from meshwright.report.markup import Section, cards, listed, of_rich, table, tag
 from meshwright.report.memory_svg import memory_section
 from meshwright.report.mesh_map import mesh_section
 from meshwright.report.page import page

@@ -1,18 +1,18 @@
 """The page about a run: its metrics, and the forecast of a step beside the measured one."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from statistics import median
 
 from meshwright.files import write_whole
-from meshwright.plan.show.summary import human_bytes
+from meshwright.plan.show.summary import human_bytes, seconds_text
 from meshwright.report.line_svg import line_chart
-from meshwright.report.markup import Section, cards, seconds_text, table, tag
+from meshwright.report.markup import Section, cards, table, tag
 from meshwright.report.page import page
 from meshwright.report.run_metrics import RunMetrics, read_metrics
-from meshwright.train.forecast import ALL, COMPUTED
+from meshwright.train.forecast import paired
 from meshwright.train.start.run_files import Paths
 
 __all__ = ["run_page", "write_run_page"]
@@ -94,7 +94,7 @@ def _forecast(paths: Paths) -> Section:
     except (ValueError, KeyError, TypeError, OSError):
         return Section("forecast", heading, tag("p", f"{escape(paths.forecast.name)} cannot be read."))
     rows = []
-    for part, seconds, took in _pairs(forecast, measured):
+    for part, (seconds, took) in paired(forecast, measured).items():
         off = f"{seconds / took - 1:+.0%}" if took else ""
         rows.append((part, seconds_text(seconds), seconds_text(took), off))
     body = table(
@@ -104,13 +104,3 @@ def _forecast(paths: Paths) -> Section:
         "One step was profiled on rank 0. What is no compute and no update is waiting: for collectives, other stages, the host."
     )
     return Section("forecast", heading, body, {}, lead)
-
-
-def _pairs(forecast: Mapping[str, float], measured: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Return the parts of a step, forecast and measured, and all of them together."""
-    whole = ("all of it", sum(forecast.values()), sum(measured.values()))
-    if ALL in measured:
-        return [whole]
-    parts = [(part, forecast.get(part, 0.0), measured.get(part, 0.0)) for part in COMPUTED]
-    waiting = sum(seconds for part, seconds in forecast.items() if part not in COMPUTED)
-    return [*parts, ("waiting", waiting, measured.get("waiting", 0.0)), whole]

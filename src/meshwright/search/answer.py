@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.layout import Layout
 from meshwright.plan.cost.hardware import Hardware
-from meshwright.search.candidate_price import Price, Pricer, limit_of
+from meshwright.plan.show.summary import seconds_text
+from meshwright.search.candidate_price import Price, Pricer, limit_of, words_of
 from meshwright.search.find import MOST, Tally, find_best
 from meshwright.search.space import Candidate, Space
 from meshwright.trace.kept_traces import TraceStore
@@ -126,8 +128,7 @@ def base_of(run: RunConfig) -> RunSetup:
     Raises:
         MeshwrightError: its model, objective, data or optimizer are refused on any layout.
     """
-    plain = run.parallel.model_copy(update={"pipeline": type(run.parallel.pipeline)(), "sequence_parallel": False})
-    alone = run.model_copy(update={"layout": type(run.layout)(), "parallel": plain})
+    alone = Candidate(Layout(dp_shard=1).resolve(1), ()).config(run)
     return replace(make_setup(alone, 1, planning=True), config=run)
 
 
@@ -241,16 +242,5 @@ def _words(own: Price, best: Price) -> str:
     names = own.time.parts.keys() | best.time.parts.keys()
     longer = {name: own.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
     most = sorted(((seconds, name) for name, seconds in longer.items() if seconds > 0), reverse=True)[:2]
-    parts = ", ".join(f"{_seconds(seconds)} more {_NOUNS.get(name, f'communication over {name}')}" for seconds, name in most)
+    parts = ", ".join(f"{seconds_text(seconds, 2)} more in {words_of(name)}" for seconds, name in most)
     return f"takes {own.seconds / best.seconds:.2f} times the best: {parts}"
-
-
-_NOUNS = {
-    "products": "in products", "attention": "in attention", "elementwise": "in operators beside products",
-    "launches": "in starting operators", "update": "in the update", "host": "in copies to and from the host",
-    "bubble": "waiting for other stages", "beyond": "beyond what is modelled",
-}  # fmt: skip
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

@@ -12,7 +12,7 @@ from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.verdict import Verdict, fit
 from meshwright.train.start.setup import RunSetup, change_setup
 
-__all__ = ["Price", "Pricer", "limit_of"]
+__all__ = ["Price", "Pricer", "limit_of", "words_of"]
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,26 @@ class Pricer:
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
 
-_ADVICE: Mapping[str, str] = {
+_WORDS: Mapping[str, str] = {
     "elementwise": "operators beside products",
-    "launches": "the host starts operators too slowly",
+    "launches": "starting operators",
+    "update": "the update",
+    "host": "copies to and from the host",
     "bubble": "waits for other stages",
-    "data ranks": "communication over data ranks",
-    "host": "copies of shards from and to the host",
+    "beyond": "what is not modelled",
+    "products": "products",
+    "attention": "attention",
 }
+
+
+def words_of(part: str) -> str:
+    """Return what a part of a step is, in words; those that are not told here are communication over an axis."""
+    return _WORDS.get(part, f"communication over {part}")
 
 
 def limit_of(price: Price) -> str:
     """Return what keeps a candidate from being faster, in words: the largest part of its step beside products and attention."""
     others = {name: seconds for name, seconds in price.time.parts.items() if name not in ("products", "attention")}
     name, seconds = max(others.items(), key=lambda part: part[1])
-    share = seconds / price.seconds
-    words = _ADVICE.get(name, f"communication over {name}" if name in ("tp", "cp", "ep", "pp") else name)
     compiles = name == "elementwise" and not price.setup.plan.options.compile
-    return f"{share:.0%} {words}{': compile' if compiles else ''}"
+    return f"{seconds / price.seconds:.0%} {words_of(name)}{': compile' if compiles else ''}"

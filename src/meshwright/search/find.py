@@ -16,6 +16,7 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPo
 from meshwright.search.bounds import Bounds
 from meshwright.search.candidate_price import Price, Pricer
 from meshwright.search.space import Branch, Candidate, Space
+from meshwright.trace.changes import KEPT_FIRST
 
 __all__ = ["Found", "Tally", "find_best"]
 
@@ -26,7 +27,8 @@ TOLD = 10
 """Candidates after which the search says how far it is."""
 
 CLEARLY = 1.05
-"""Times the memory of a device: if what should hold the least needs more, nothing else of its branch is priced."""
+"""Times the memory of a device: as long as nothing fits, the leanest candidate of a branch is priced first, and if it needs
+more than that, no other one is."""
 
 FAR = 1.2
 """A layout whose step takes so many times that of the best one is of no interest."""
@@ -160,11 +162,16 @@ class _Search:
                 self.tally.too_large += 1
             else:
                 kept.append((self.bounds.seconds(branch, candidate), number, candidate))
-        if not self.best and kept and self._even_the_leanest_is_too_large(branch, [one for *_, one in kept]):
-            self.tally.too_large += len(kept)
-            return
-        kept.sort()
         fitting: list[Candidate] = []
+        if not self.best and kept:
+            leanest = min(kept, key=lambda one: (self.bounds.bytes(branch, one[2]), -_lateness(one[2])))
+            kept.remove(leanest)
+            price = self._price(leanest[2])
+            if price is not None and price.verdict.peak_bytes > CLEARLY * price.verdict.limit_bytes:
+                self.tally.too_large += len(kept)
+                return
+            fitting += [leanest[2]] if price is not None and price.verdict.fits else []
+        kept.sort()
         for place, (bound, _, candidate) in enumerate(kept):
             own = self.best.get(branch.layout)
             slowest = min(self._slowest(), own.seconds if own else float("inf"))
@@ -178,60 +185,46 @@ class _Search:
                 or self.bounds.seconds(branch, candidate, measured=True) >= slowest
             ):
                 self.tally.too_slow += 1
-            elif self._price(candidate):
+            elif (price := self._price(candidate)) is not None and price.verdict.fits:
                 fitting.append(candidate)
 
-    def _even_the_leanest_is_too_large(self, branch: Branch, candidates: Sequence[Candidate]) -> bool:
-        """Price the candidate that should hold the least. Return whether it is so far too large that all others are, too."""
-
-        def held(candidate: Candidate) -> tuple[float, int]:
-            values = dict(candidate.values)
-            later = sum(order.index(values[key]) for key, order in _FASTER_FIRST.items() if values.get(key) in order)
-            return self.bounds.bytes(branch, candidate), -later
-
-        price = self.pricer.price(min(candidates, key=held))
-        if price is None or price.verdict.peak_bytes <= CLEARLY * price.verdict.limit_bytes:
-            return False
-        if self.smallest is None or price.verdict.peak_bytes < self.smallest.verdict.peak_bytes:
-            self.smallest = price
-        return True
-
-    def _price(self, candidate: Candidate) -> bool:
-        """Price a candidate; return whether it fits."""
+    def _price(self, candidate: Candidate) -> Price | None:
+        """Return what a candidate costs, and note it; ``None``: it is refused."""
         if (self.tally.priced + 1) % TOLD == 0:
             self.say(f"{self.tally.priced + 1} candidates priced, {self.pricer.store.made - self.made} traces made")
         price = self.pricer.price(candidate)
         if price is None:
             self.tally.refused += 1
-            return False
+            return None
         self.tally.priced += 1
         if not price.verdict.fits:
             self.tally.do_not_fit += 1
             self.too_large.setdefault(_slicing(candidate), []).append(candidate)
             if self.smallest is None or price.verdict.peak_bytes < self.smallest.verdict.peak_bytes:
                 self.smallest = price
-            return False
+            return price
         self.priced.append(price)
         own = self.best.get(candidate.layout)
         if own is None or price.seconds < own.seconds:
             self.best[candidate.layout] = price
-        return True
+        return price
 
 
-_MODE, _OFFLOAD = "parallel.activation_checkpointing", "parallel.cpu_offload"
-_MODES = (
-    ActivationCheckpointing.NONE,
-    ActivationCheckpointing.SELECTIVE,
-    ActivationCheckpointing.SUBMODULE,
-    ActivationCheckpointing.FULL,
-)
+_MODE, _SYNC, _OFFLOAD = "parallel.activation_checkpointing", "parallel.sync", "parallel.cpu_offload"
+_ROWS, _COMPILE = "training.microbatch_size", "parallel.compile"
+
 _FASTER_FIRST: dict[str, tuple[Any, ...]] = {
-    "parallel.compile": (True, False),
-    _MODE: _MODES,
-    "parallel.sync": (SyncPolicy.DEFER, SyncPolicy.RESHARD_EACH, SyncPolicy.REDUCE_EACH),
-    _OFFLOAD: (False, True),
-}
+    _COMPILE: (True, False), _MODE: KEPT_FIRST, _SYNC: tuple(SyncPolicy), _OFFLOAD: (False, True)
+}  # fmt: skip
 """Choices that trade time for memory: each value is never faster than those before it."""
+
+_SMALLER_LAST = {**_FASTER_FIRST, _MODE: KEPT_FIRST[:2]}
+"""Choices of which each holds at least what those after it hold. Of other modes of recomputation, nothing is known before."""
+
+
+def _lateness(candidate: Candidate) -> int:
+    """Return how far a candidate goes with the choices that trade time for memory."""
+    return sum(_FASTER_FIRST[key].index(value) for key, value in candidate.values if value in _FASTER_FIRST.get(key, ()))
 
 
 def never_faster(candidate: Candidate, than: Candidate) -> bool:
@@ -249,16 +242,6 @@ def _slicing(candidate: Candidate) -> tuple[int, ...]:
     return (layout.size("pp"), layout.size("cp"), layout.size("tp"), layout.ep)
 
 
-_SMALLER_LAST = {
-    _MODE: (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE),
-    "parallel.sync": (SyncPolicy.DEFER, SyncPolicy.RESHARD_EACH, SyncPolicy.REDUCE_EACH),
-    _OFFLOAD: (False, True),
-}
-"""Choices of which each holds at least what those after it hold. Of other modes of recomputation, nothing is known before."""
-
-_ROWS, _COMPILE = "training.microbatch_size", "parallel.compile"
-
-
 def never_smaller(candidate: Candidate, than: Candidate) -> bool:
     """Return whether a candidate with the same slices can be told never to hold less than another one, without prices."""
     if candidate.layout.size("dp_shard") > than.layout.size("dp_shard"):
@@ -269,10 +252,10 @@ def never_smaller(candidate: Candidate, than: Candidate) -> bool:
         order: tuple[Any, ...] = _SMALLER_LAST.get(key, ())
         if key == _ROWS:
             smaller = value < other  # type: ignore[operator]
-        elif value in order and other in order:
+        elif key != _COMPILE and value in order and other in order:
             smaller = order.index(value) > order.index(other)
         else:
-            smaller = value != other and key != _COMPILE
+            smaller = key != _COMPILE and value != other
         if smaller:
             return False
     return True

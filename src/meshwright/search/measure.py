@@ -52,12 +52,13 @@ class Trial:
     problem: str = ""
 
 
-Run = Callable[[Option], Trial]
-"""Measures an option."""
+def measure(options: Sequence[Option], run: Callable[[Option], Trial]) -> list[Trial]:
+    """Return the trials of some options, the fastest first; those that failed come last.
 
-
-def measure(options: Sequence[Option], run: Run) -> list[Trial]:
-    """Return the trials of some options, the fastest first; those that failed come last."""
+    Args:
+        options: what is measured.
+        run: measures one of them.
+    """
     trials = [run(option) for option in options]
     return sorted(trials, key=lambda trial: float("inf") if trial.seconds is None else trial.seconds)
 

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from meshwright.plan.show.summary import human_bytes
+from meshwright.plan.show.summary import human_bytes, seconds_text, two_digits
 from meshwright.search.answer import Answer, Option
 from meshwright.search.measure import STEPS, Trial
 
@@ -34,7 +34,8 @@ def show_answer(answer: Answer, command: str, price: float | None = None) -> Ren
         if front:
             lines.append("Slower, and smaller (of all that were priced):")
             lines += [
-                f"  {one.step_seconds:.3g} s, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}" for one in front
+                f"  {seconds_text(one.step_seconds)}, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}"
+                for one in front
             ]
     elif not answer.tally.candidates:
         lines.append(
@@ -70,14 +71,14 @@ def _table(options: Sequence[Option], title: str, price: float | None) -> Table:
         table.add_row(
             f"{place}{'=' if one.as_fast and place > 1 else ''}",
             escape(one.layout),
-            f"{one.step_seconds:.3g} s",
-            _two(one.tokens_per_second),
-            _two(one.tokens_per_second_per_device),
+            seconds_text(one.step_seconds),
+            two_digits(one.tokens_per_second),
+            two_digits(one.tokens_per_second_per_device),
             f"{one.mfu:.0%}",
             human_bytes(one.peak_bytes),
             human_bytes(one.margin_bytes),
-            f"{_two(hours)}{unit}",
-            *([f"{_two(hours * price)}{unit}"] if price is not None else []),
+            f"{two_digits(hours)}{unit}",
+            *([f"{two_digits(hours * price)}{unit}"] if price is not None else []),
             escape(one.limit),
             _WORDS.get(one.proven, one.proven),
         )
@@ -115,12 +116,12 @@ def show_scaling(answers: Sequence[Answer], price: float | None = None) -> Rende
         table.add_row(
             f"{answer.world_size:,}",
             escape(one.layout),
-            f"{one.step_seconds:.3g} s",
-            _two(one.tokens_per_second),
-            _two(one.tokens_per_second_per_device),
+            seconds_text(one.step_seconds),
+            two_digits(one.tokens_per_second),
+            two_digits(one.tokens_per_second_per_device),
             f"{one.tokens_per_second_per_device / first.tokens_per_second_per_device:.0%}",
-            _two(hours),
-            *([_two(hours * price)] if price is not None else []),
+            two_digits(hours),
+            *([two_digits(hours * price)] if price is not None else []),
         )
     return table
 
@@ -136,19 +137,14 @@ def show_trials(trials: Sequence[Trial], command: str) -> RenderableType:
     for column in ("layout", "measured", "forecast", ""):
         table.add_column(column, justify="left" if column in ("layout", "") else "right")
     for trial in trials:
-        measured = "failed" if trial.seconds is None else f"{trial.seconds:.3g} s"
+        measured = "failed" if trial.seconds is None else seconds_text(trial.seconds)
         table.add_row(
             escape(" ".join(trial.option.overrides) or trial.option.layout),
             measured,
-            f"{trial.option.step_seconds:.3g} s",
+            seconds_text(trial.option.step_seconds),
             escape(trial.problem),
         )
     best = trials[0]
     if best.seconds is None:
         return Group(table, "[red]none of them ran[/red]")
     return Group(table, f"take: {escape(' '.join([command, *best.option.overrides]))}")
-
-
-def _two(value: float) -> str:
-    """Return a number with two significant digits: a forecast has no more."""
-    return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"

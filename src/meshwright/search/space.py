@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextMethod, PipelineSchedule, SyncPolicy
-from meshwright.trace.verdict import override_text
+from meshwright.trace.changes import OF_AXES, override_text, value_of, without_axis
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup
 
@@ -37,9 +37,14 @@ FREE = {
 }
 """Names of `--free` to the keys that they free."""
 
-_KEYS = tuple(key for keys in FREE.values() for key in keys)
-_OF_STAGES = ("parallel.pipeline.cuts", "parallel.pipeline.runs_per_step")
-"""Keys that a candidate without stages sets back."""
+_COMPARED = dict.fromkeys(
+    (
+        *(key for keys in FREE.values() for key in keys if not key.startswith("layout.")),
+        *(f"parallel.{key}" for keys in OF_AXES.values() for key in keys),
+        "optimizer.fused",
+    )
+)
+"""Keys in which a candidate may differ from its base, beside the sizes."""
 
 ONLY_FREED = ("optimizer.kind",)
 """Keys that are searched only if they are named, because they change what is computed."""
@@ -65,28 +70,20 @@ class Candidate:
     layout: Layout
     values: tuple[tuple[str, Any], ...]
 
-    def __getitem__(self, key: str) -> Any:
-        return dict(self.values)[key]
-
     def config(self, base: RunConfig) -> RunConfig:
         """Return the configuration of this candidate, for a base that the space was made of."""
         changed: dict[str, dict[str, Any]] = {
             "layout": {axis: self.layout.size(axis) for axis in AXES} | {"ep": self.layout.ep}
         }
+        back = [pair for axis in OF_AXES if self.layout.size(axis) == 1 for pair in without_axis(base.parallel, axis)]
         pipeline: dict[str, Any] = {}
-        for key, value in self.values:
+        for key, value in (*self.values, *back):
             section, _, name = key.partition(".")
             if name.startswith("pipeline."):
                 pipeline[name.removeprefix("pipeline.")] = value
             elif key != "optimizer.kind":
                 changed.setdefault(section, {})[name] = value
-        parallel = changed.setdefault("parallel", {})
-        if self.layout.size("pp") == 1:  # what is written for stages is of no use, and would be refused
-            parallel["pipeline"] = type(base.parallel.pipeline)()
-        elif pipeline:
-            parallel["pipeline"] = base.parallel.pipeline.model_copy(update=pipeline)
-        if self.layout.size("tp") == 1:
-            parallel["sequence_parallel"] = False
+        changed.setdefault("parallel", {})["pipeline"] = base.parallel.pipeline.model_copy(update=pipeline)
         sections = {name: getattr(base, name).model_copy(update=values) for name, values in changed.items()}
         if (kind := dict(self.values).get("optimizer.kind", base.optimizer.kind)) != base.optimizer.kind:
             same = base.optimizer.model_dump(by_alias=True)
@@ -101,18 +98,11 @@ class Candidate:
             if getattr(asked, axis) != size:
                 found.append(f"layout.{axis}={size}")
         own = self.config(base)
-        for key in (*(key for key in _KEYS if not key.startswith("layout.")), *_OF_STAGES):
-            before, value = _value(base, key), _value(own, key)
+        for key in _COMPARED:
+            before, value = value_of(base, key), value_of(own, key)
             if before != value:
                 found.append(f"{key}={override_text(value)}")
         return tuple(found)
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 @dataclass(frozen=True)
@@ -236,7 +226,7 @@ class Space:
             "parallel.loss_chunks": (None,),
         }
         if layout.size("dp_cp") > 1 and microbatches > 1:
-            found["parallel.sync"] = (SyncPolicy.DEFER, SyncPolicy.RESHARD_EACH, SyncPolicy.REDUCE_EACH)
+            found["parallel.sync"] = tuple(SyncPolicy)
         if layout.size("tp") > 1:
             found["parallel.sequence_parallel"] = (True, False)
         if layout.size("cp") > 1:

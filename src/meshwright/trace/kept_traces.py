@@ -6,14 +6,13 @@ of data ranks, of stages, of layers, nor on devices, and layouts of a search sha
 
 import hashlib
 import json
-import os
-import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from meshwright.files import write_shared
 from meshwright.models._transformers_compat import attention_of
 from meshwright.plan.cost.price import totals
 from meshwright.trace.fewer import options_of_fewer, with_fewer, world_of
@@ -109,31 +108,20 @@ class TraceStore:
             self._found[key] = self._read(key) or self._make(key, setup, layers, device, load)
         return self._found[key]
 
-    def knows(self, setup: RunSetup, layers: int, *, device: bool, load: float) -> bool:
-        """Return whether a trace is there."""
-        key = self._key(setup, layers, device, load)
-        if key not in self._found and (found := self._read(key)) is not None:
-            self._found[key] = found
-        return key in self._found
-
     def _make(self, key: str, setup: RunSetup, layers: int, device: bool, load: float) -> SmallTrace:
         made = SmallTrace.of(setup, layers, device=device, load=load)
         self.made += 1
         with suppress(OSError, RuntimeError):  # a cache that cannot be written; RuntimeError: no home directory
-            directory = self._directory or cache_directory("traces")
-            directory.mkdir(parents=True, exist_ok=True)
-            temporary = directory / f"{uuid.uuid4().hex}.tmp"  # renamed, so that nobody reads half of it
-            try:
-                temporary.write_text(made.to_json())
-                os.replace(temporary, directory / f"{key}.json")
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_shared(self._file(key), made.to_json())
         return made
 
     def _read(self, key: str) -> SmallTrace | None:
-        with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
-            return SmallTrace.from_json(((self._directory or cache_directory("traces")) / f"{key}.json").read_text())
+        with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):  # absent or damaged: it is made anew
+            return SmallTrace.from_json(self._file(key).read_text())
         return None
+
+    def _file(self, key: str) -> Path:
+        return (self._directory or cache_directory("traces")) / f"{key}.json"
 
     def _key(self, setup: RunSetup, layers: int, device: bool, load: float) -> str:
         config, options = setup.config, options_of_fewer(setup, layers)

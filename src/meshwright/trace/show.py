@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshwright.plan.cost.hardware import Hardware
-from meshwright.plan.show.summary import human_bytes
+from meshwright.plan.show.summary import human_bytes, seconds_text, two_digits
 from meshwright.trace.speedups import Speedup
 from meshwright.trace.time import TimeForecast
 from meshwright.trace.verdict import Verdict
@@ -64,10 +64,14 @@ def show_time(forecast: TimeForecast, *, calibrated: bool) -> RenderableType:
         if share >= 0.0005:
             words = name if name not in ("tp", "cp", "ep", "pp") else f"communication over {name}"
             words = "gathers of the objective" if name == "dp" else words
-            table.add_row(words.replace("data ranks", "communication over data ranks"), _seconds(seconds), f"{share:.1%}")
-    layers = ", ".join(f"{escape(label)} {_seconds(seconds)}" for label, seconds in forecast.layers.items() if seconds > 0)
-    low, high = _seconds(forecast.low), _seconds(forecast.high)
-    tokens, operations = _two(forecast.tokens_per_second_per_device), _two(forecast.model_tflops_per_device)
+            table.add_row(
+                words.replace("data ranks", "communication over data ranks"), seconds_text(seconds, 2), f"{share:.1%}"
+            )
+    layers = ", ".join(
+        f"{escape(label)} {seconds_text(seconds, 2)}" for label, seconds in forecast.layers.items() if seconds > 0
+    )
+    low, high = seconds_text(forecast.low, 2), seconds_text(forecast.high, 2)
+    tokens, operations = two_digits(forecast.tokens_per_second_per_device), two_digits(forecast.model_tflops_per_device)
     return Group(
         table,
         f"compute by layers: {layers}",
@@ -79,7 +83,7 @@ def show_time(forecast: TimeForecast, *, calibrated: bool) -> RenderableType:
 def show_speedups(changes: Sequence[Speedup]) -> RenderableType:
     """Return the changes that save most time, a line each; empty if there are none."""
     lines = [
-        f"  {escape(' '.join(one.overrides))}: {_seconds(one.step_seconds)}, {one.saved:.0%} less; "
+        f"  {escape(' '.join(one.overrides))}: {seconds_text(one.step_seconds, 2)}, {one.saved:.0%} less; "
         f"{human_bytes(one.peak_bytes)}; {one.reason}"
         for one in changes
     ]
@@ -90,12 +94,3 @@ def show_remarks(hardware: Hardware) -> RenderableType:
     """Return what a forecast cannot know of a device, a line each; empty if nothing is on record."""
     lines = [f"  {escape(remark)}" for remark in hardware.remarks]
     return Group(*([f"What this cannot know of {escape(hardware.name)}:", *lines] if lines else ()))
-
-
-def _two(value: float) -> str:
-    """Return a number with two significant digits: a forecast has no more."""
-    return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{_two(seconds)} s" if seconds >= 1 else f"{_two(1000 * seconds)} ms"

@@ -7,10 +7,11 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.price import totals
-from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, with_values, without_axis
 from meshwright.trace.memory import Traces
 from meshwright.trace.time import TimeForecast, forecast_time
-from meshwright.trace.verdict import Overrides, Verdict, fit, override_text, with_values
+from meshwright.trace.verdict import Verdict, fit
 from meshwright.train.start.setup import RunSetup, change_setup
 
 __all__ = ["Speedup", "find_speedups"]
@@ -87,12 +88,13 @@ def _candidates(setup: RunSetup, verdict: Verdict, time: TimeForecast) -> Iterat
         now = held.gathered_peak_bytes + held.unsharded_gradient_peak_bytes
         if verdict.peak_bytes + more - now <= verdict.limit_bytes:
             yield [("parallel.sync", "defer")], "parameters are gathered, and gradients reduced, once a step"
-    modes = [ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE]
-    for mode in modes[: modes.index(now_mode)] if (now_mode := parallel.activation_checkpointing) in modes else modes:
+    for mode in KEPT_FIRST[: min(2, KEPT_FIRST.index(parallel.activation_checkpointing))]:
         yield [("parallel.activation_checkpointing", mode.value)], "less is recomputed"
     rows = config.training.microbatch_size
     if options.microbatches % 2 == 0:
         yield [("training.microbatch_size", 2 * rows)], "half the microbatches: fewer collectives, larger products"
     for axis in ("tp", "cp", "pp"):
         if (size := layout.size(axis)) > 1:
-            yield [(f"layout.{axis}", size // 2), ("layout.dp_shard", None)], f"less communication and waiting over {axis}"
+            back = list(without_axis(parallel, axis)) if size == 2 else []  # what is written for the axis goes with it
+            halved = [(f"layout.{axis}", size // 2), ("layout.dp_shard", None), *back]
+            yield halved, f"less communication and waiting over {axis}"

@@ -1,18 +1,19 @@
 """Does a run fit into its devices, by how much, and if not, what would make it fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import Hardware
-from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, with_values
 from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, change_setup
 from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
 
-__all__ = ["ALLOCATOR", "Change", "Overrides", "Verdict", "fit", "judge", "override_text", "with_values"]
+__all__ = ["ALLOCATOR", "Change", "Verdict", "fit", "judge"]
 
 ALLOCATOR = 0.15
 """What torch's allocator adds to all but the state, for rounding and fragments. Fitted on two rows of torchtitan's table of
@@ -116,10 +117,6 @@ def _verdict(forecast: MemoryForecast, hardware: Hardware, setup: RunSetup) -> V
     return Verdict(peak <= limit, limit, peak, forecast.moment, parts, rank=forecast.rank)
 
 
-Overrides = Sequence[tuple[str, Any]]
-"""Keys of the configuration with their values."""
-
-
 def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
     """Yield changes that need less memory, the cheapest first, and then all that are compatible together."""
     config, plan, layout = setup.config, setup.plan, setup.layout
@@ -131,7 +128,7 @@ def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
     if any(unit.sync is not SyncPolicy.REDUCE_EACH for unit in plan.units) and plan.options.microbatches > 1:
         yield [("parallel.sync", "reduce_each")], "parameters are gathered, and gradients reduced, in each microbatch"
         together["parallel.sync"] = "reduce_each"
-    modes = [mode for mode in ("selective", "submodule", "full") if _less(mode, parallel.activation_checkpointing)]
+    modes = [mode.value for mode in KEPT_FIRST[KEPT_FIRST.index(parallel.activation_checkpointing) + 1 :]]
     for mode in modes:
         cost = {"selective": "recomputes about half of each layer", "submodule": "recomputes each layer"}.get(
             mode, "recomputes each layer: about a third more compute"
@@ -163,24 +160,3 @@ def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
 def _without_fused(config: RunConfig) -> list[tuple[str, Any]]:
     """Return what must go with the kind of the optimizer."""
     return [("optimizer.fused", None)] if config.optimizer.fused is not None else []
-
-
-def _less(mode: str, than: ActivationCheckpointing) -> bool:
-    """Return whether a mode of recomputation keeps less than another one."""
-    order = ["none", "selective", "submodule", "full"]
-    return order.index(mode) > order.index(str(than))
-
-
-def with_values(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """Return a configuration with other values."""
-    values = config.model_dump()
-    for key, value in overrides:
-        section, _, name = key.partition(".")
-        values[section][name] = value
-    return RunConfig.model_validate(values)
-
-
-def override_text(value: Any) -> str:
-    """Return a value as an override has it."""
-    text = str(list(value)) if isinstance(value, list | tuple) else str(value)
-    return "null" if value is None else text.lower() if isinstance(value, bool) else text

@@ -28,7 +28,7 @@ from meshwright.plan.cost.operations import operations_of_token
 from meshwright.plan.given.inspection import inspect_model
 from meshwright.train.start.setup import RunSetup
 
-__all__ = ["ALL", "COMPUTED", "Expectation", "Forecast", "compared", "operations_of_step", "part_of"]
+__all__ = ["ALL", "COMPUTED", "Expectation", "Forecast", "compared", "operations_of_step", "paired", "part_of"]
 
 Forecast = Callable[[Path, int, str], list[str]]
 """Returns a command that prints the parts of a step in seconds, as JSON, for a configuration, a number of ranks and the name or
@@ -164,6 +164,18 @@ class Expectation:
             self._output.close()
 
 
+def paired(forecast: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return the seconds of each part of a step, forecast and measured, and of all together; the arguments are those of
+    :func:`compared`.
+    """
+    whole = {ALL: (sum(forecast.values()), sum(measured.values()))}
+    if ALL in measured:
+        return whole
+    waiting = sum(seconds for part, seconds in forecast.items() if part not in COMPUTED)
+    expected = {part: forecast.get(part, 0.0) for part in COMPUTED} | {"waiting": waiting}
+    return {part: (seconds, measured.get(part, 0.0)) for part, seconds in expected.items()} | whole
+
+
 def compared(forecast: Mapping[str, float], measured: Mapping[str, float]) -> Table:
     """Return a table of the parts of a step in milliseconds, and which of them is off most.
 
@@ -171,18 +183,13 @@ def compared(forecast: Mapping[str, float], measured: Mapping[str, float]) -> Ta
         forecast: part to seconds; what is none of :data:`COMPUTED` is waiting.
         measured: the same of a step that was profiled; or only the whole of one, as :data:`ALL`.
     """
-    waiting = sum(seconds for part, seconds in forecast.items() if part not in COMPUTED)
-    expected = {part: forecast.get(part, 0.0) for part in COMPUTED} | {"waiting": waiting}
-    pairs = {part: (seconds, measured.get(part, 0.0)) for part, seconds in expected.items()}
-    off = max(pairs, key=lambda part: abs(pairs[part][0] - pairs[part][1]))
-    caption: str | None = f"off most: {off}"
-    whole = (sum(forecast.values()), sum(measured.values()))
-    if ALL in measured:
-        pairs, caption = {}, None
+    pairs = paired(forecast, measured)
+    off = max(pairs, key=lambda part: 0.0 if part == ALL else abs(pairs[part][0] - pairs[part][1]))
+    caption = f"off most: {off}" if len(pairs) > 1 else None
     table = Table(title="A step, in ms", title_justify="left", box=None, caption=caption, caption_justify="left")
     for column in ("", "forecast", "measured"):
         table.add_column(column, justify="right" if column else "left")
-    for part, times in (*pairs.items(), (ALL, whole)):
+    for part, times in pairs.items():
         table.add_row(part, *(f"{1000 * seconds:,.3g}" for seconds in times))
     return table
 

@@ -11,7 +11,21 @@ from meshwright.plan.cost.price import Totals, fullest_rank, totals
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 from meshwright.plan.update.states import kept_words, orthogonalised, update_traffic
 
-__all__ = ["human_bytes", "summary"]
+__all__ = ["human_bytes", "seconds_text", "summary", "two_digits"]
+
+
+def two_digits(value: float) -> str:
+    """Return a number with two significant digits, which is what a forecast has."""
+    return f"{float(f'{value:.2g}'):,.0f}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def seconds_text(seconds: float, digits: int = 3) -> str:
+    """Return a time with its unit and some significant digits, such as ``12.3 ms``."""
+    if seconds == 0:
+        return "0"
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if abs(seconds) >= size), ("µs", 1e-6))
+    value = float(f"{seconds / size:.{digits}g}")
+    return f"{value:,.0f} {unit}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g} {unit}"
 
 
 def human_bytes(size: float) -> str:

@@ -7,14 +7,13 @@ depends on a record: if one cannot be read or written, a line says so, and the r
 import json
 import os
 import shlex
-import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from meshwright.files import write_shared
 from meshwright.layout import AXES
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import Claim, claim_of
@@ -131,17 +130,7 @@ def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
     """
     content = json.dumps({**asdict(entry), "claim": asdict(claim)}, indent=1)
     try:
-        directory = cache_directory("audits")
-        directory.mkdir(parents=True, exist_ok=True)
-        # Written to a unique file and renamed: of two audits that end at the same time, one record remains, complete.
-        temporary = directory / f"{uuid.uuid4().hex}.tmp"
-        try:
-            temporary.write_text(content)
-            temporary.replace(directory / f"{claim.key}-{entry.dtype}.json")
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        write_shared(cache_directory("audits") / f"{claim.key}-{entry.dtype}.json", content)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         say(f"the verdict of the audit could not be recorded: {getattr(error, 'filename', None) or 'cache'}: {error}")
 

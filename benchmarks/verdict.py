@@ -1,0 +1,81 @@
+"""How long a verdict takes, cold and with kept traces, and what one more candidate of a search costs.
+
+    taskset -c 0 python benchmarks/verdict.py
+
+Each shape is forecast in two fresh processes, from the start of Python to the verdict and the time of a step. The first one
+finds no kept trace, the second one those of the first. In the second, the run is then planned and priced again, as a search
+does with each candidate: medians of nine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+SHAPES = (
+    ("llama_8b", 8, ()),
+    ("llama_70b", 256, ()),
+    ("llama_70b", 64, ("adapter.rank=16",)),
+    ("llama_405b", 16384, ("parallel.activation_checkpointing=full",)),
+    ("deepseek_v3", 2048, ()),
+)
+
+FOLDER = Path(__file__).parents[1] / "examples" / "shapes"
+
+
+def forecast(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
+    """Print the milliseconds of a plan and of a price, as JSON."""
+    from meshwright.cli.arguments import load_run
+    from meshwright.plan.cost.hardware import load_hardware
+    from meshwright.trace.forecasts import Forecasts
+    from meshwright.trace.memory import Traces
+    from meshwright.trace.time import forecast_time
+    from meshwright.trace.verdict import fit
+    from meshwright.train.start.setup import change_setup, make_setup
+
+    setup = make_setup(load_run(FOLDER / f"{name}.yaml", overrides, ranks), ranks, planning=True)
+    found = Forecasts(setup, load_hardware("h100"))
+    assert found.verdict.fits
+    assert found.time.step_seconds > 0
+    print(json.dumps({"verdict": True}), flush=True)
+    plans, prices = [], []
+    for _ in range(9):
+        begun = time.perf_counter()
+        again = change_setup(setup, setup.config, ranks)
+        planned = time.perf_counter()
+        traces = Traces(again, store=found.traces.store)
+        fit(again, found.hardware, traces)
+        forecast_time(again, found.hardware, traces)
+        plans.append(planned - begun)
+        prices.append(time.perf_counter() - planned)
+    print(json.dumps({"plan": 1000 * median(plans), "price": 1000 * median(prices)}))
+
+
+def main() -> None:
+    """Print a table."""
+    print("| shape | ranks | verdict, cold | again | a candidate: plan | price |\n|---|---|---|---|---|---|")
+    for name, ranks, overrides in SHAPES:
+        with tempfile.TemporaryDirectory(prefix="meshwright-verdict-") as cache:
+            seconds = []
+            for _ in range(2):
+                begun = time.perf_counter()
+                command = [sys.executable, __file__, name, str(ranks), *overrides]
+                environment = {**os.environ, "XDG_CACHE_HOME": cache}
+                with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+                    assert process.stdout is not None
+                    process.stdout.readline()
+                    seconds.append(time.perf_counter() - begun)
+                    costs = json.loads(process.stdout.read())
+                if process.returncode:
+                    sys.exit(f"{' '.join(command)} failed")
+        shown = " ".join((name, *overrides))
+        times = " | ".join(f"{one:.1f} s" for one in seconds)
+        print(f"| {shown} | {ranks:,} | {times} | {costs['plan']:.0f} ms | {costs['price']:.0f} ms |", flush=True)
+
+
+if __name__ == "__main__":
+    forecast(sys.argv[1], int(sys.argv[2]), tuple(sys.argv[3:])) if len(sys.argv) > 1 else main()
