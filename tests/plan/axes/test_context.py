@@ -7,7 +7,7 @@ import pytest
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
-from meshwright.plan.axes.context import gathered_bytes, positions_of, unevenness
+from meshwright.plan.axes.context.sharing import gathered_bytes, positions_of, unevenness
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
 from meshwright.plan.given.options import ParallelOptions

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.device import pinned
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import ConfigError
-from meshwright.plan.axes.context import positions_of
+from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["Sequences", "carry_sequences_to", "context_parallel", "join_sequences", "sequences_of", "share_batch"]

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from meshwright.plan.axes.context import gathered_bytes, unevenness
+from meshwright.plan.axes.context.sharing import gathered_bytes, unevenness
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
 from meshwright.plan.axes.experts import expert_parallel_counts
 from meshwright.plan.axes.pipeline.replay import replay_of_plan
