@@ -64,13 +64,13 @@ def hybrid(name: str, *, meta: bool = False, **changes: Any) -> Any:
     config = AutoConfig.for_model(name, **{**MODELS[name], **changes})
     with torch.device("meta" if meta else "cpu"):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
     model.config.use_cache = False
     return model
 
 
 def planned(model: Any, layout: Layout, **options: Any) -> ShardingPlan:
-    return resolve(spec_of(model, None), model, layout, ParallelOptions(param_dtype=None, **options))
+    return resolve(spec_of(model, None), model, layout, ParallelOptions(param_dtype=None, reduce_dtype=None, **options))
 
 
 def in_float64(patch: pytest.MonkeyPatch) -> None:
