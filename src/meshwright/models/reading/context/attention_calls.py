@@ -110,7 +110,7 @@ class _AttentionTracer(Tracer):
             problem = Refusal(
                 "cp.attention", f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.tokens.length} tokens"
             )
-        if not problem and options.get("position_ids") is not self.inputs.positions:
+        if not problem and not _same_entries(options.get("position_ids"), self.inputs.positions):
             problem = Refusal(
                 "cp.positions", "does not get the position_ids of the batch, which say where its tokens are in the sequence"
             )
@@ -159,6 +159,15 @@ class _AttentionTracer(Tracer):
 
 def _problem(code: str, what: str, operator: Operator) -> Refusal:
     return Refusal(code, f"{operator.module or 'the model'!r} {what} ({operator.function})")
+
+
+def _same_entries(tensor: Any, other: torch.Tensor) -> bool:
+    """Return whether a value is a tensor, or a view of it that has the same entries in the same places of memory."""
+    if tensor is other or not isinstance(tensor, torch.Tensor):
+        return tensor is other
+    base = other if other._base is None else other._base
+    places = ((own.shape, own.stride(), own.storage_offset()) for own in (tensor, other))
+    return tensor._base is base and len(set(places)) == 1
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
