@@ -115,7 +115,7 @@ def state_of_the_row_before(trainer: RankTrainer) -> None:
 def test_bugs_are_named_with_their_layer(
     auditor: Auditor, tmp_path: Path, plant: Callable[..., None], model: dict[str, Any], kind: Kind, words: str
 ) -> None:
-    case = family_case("nemotron_h", PLACES["cp 2"], VARIANT, tmp_path, packing="pad", model=model)
+    case = family_case("nemotron_h", PLACES["cp 2"], VARIANT, tmp_path, packing="pad", model=model, context_balance="zigzag")
     report = auditor.audit(case, 2, plants=[plant])
     assert not report.passed
     assert (report.findings[0].kind, words in report.findings[0].message) == (kind, True), report.verdict

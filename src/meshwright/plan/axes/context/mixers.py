@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 from meshwright.errors import Problems, Refusal, coded
 from meshwright.layout import divisors
+from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import inside, without_repetition
 from meshwright.plan.result.context.heads_action import ShareHeads
-from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
+from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow, itemsize
 
 __all__ = ["mixer_actions", "mixer_bytes", "mixer_counts", "resolve_mixers"]
 
@@ -35,7 +36,7 @@ def resolve_mixers(draft: Draft) -> Found[tuple[MixerShare, ...]]:
     shares, problems = draft.model.traces.mixers(cp), Problems()
     for name, mixes in attentions.states:
         share = shares.get(name, MixerShare(name, problem="how its heads divide is unknown"))
-        sliced = [row.module for row in draft.tensor.rows if inside(row.module, name)]
+        sliced = [row.module for row in draft.tensor.rows if inside(row.module, name) and not _is_whole_outside(row)]
         if share.problem:
             problems.append(_refusal(draft, share, mixes))
         elif sliced:
@@ -47,6 +48,12 @@ def resolve_mixers(draft: Draft) -> Found[tuple[MixerShare, ...]]:
     if problems:
         return Found((), [text.within(f"cp={cp}: ") for text in without_repetition(problems)])
     return Found(tuple(shares[name] for name, _ in attentions.states))
+
+
+def _is_whole_outside(row: TensorParallelRow) -> bool:
+    """Return whether what enters and leaves a module of tensor parallel is what does so without it."""
+    entered = row.entry in (Move.NONE, Move.ENTER, Move.SPLIT_FEATURES)
+    return entered and row.exit in (Move.GATHER_FEATURES, Move.LEAVE)
 
 
 def _refusal(draft: Draft, share: MixerShare, mixes: str) -> Refusal:
