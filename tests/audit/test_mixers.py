@@ -105,7 +105,12 @@ def state_of_the_row_before(trainer: RankTrainer) -> None:
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (groups_of_one_rank_alone, {"n_groups": 1}, Kind.BACKWARD, f"backward diverges in {MIXER}: the gradient of its"),
+                (
+                    groups_of_one_rank_alone,
+                    {"n_groups": 1},
+                    Kind.BACKWARD,
+                    f"backward diverges in {MIXER}: the gradient of its",
+                ),
                 (tokens_in_the_order_of_ranks, {}, Kind.FORWARD, f"forward diverges in {MIXER}: its inputs agree, its output"),
                 (state_of_the_row_before, {}, Kind.FORWARD, f"forward diverges in {MIXER}: its inputs agree, its output"),
             )

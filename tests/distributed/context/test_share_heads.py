@@ -1,16 +1,19 @@
 """Mixers over ranks that share sequences, against one process: outputs, and the gradient of each parameter."""
 
+import io
 import itertools
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.context.sequences import context_parallel as shared
 from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
 from meshwright.plan.axes.context.mixers import mixer_actions
@@ -20,11 +23,13 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing, Contex
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
-from tests.harness import run_ranks
+from meshwright.plan.show.explain import explain
+from tests.harness import refuses, run_ranks
 
 SIZES = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "head_dim": 8, "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
@@ -53,6 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_local_experts": 4, "first_k_dense_replace": 2,
     },
 }  # fmt: skip
+
+SLICED = {"model.layers.*.linear_attn.in_proj_ba": "colwise", "model.layers.*.self_attn.q_proj": "colwise_gather_output"}
 
 
 def hybrid(name: str, *, meta: bool = False, **changes: Any) -> Any:
@@ -148,3 +155,67 @@ def test_gradients_are_those_of_one_process(name: str, layout: dict[str, int], k
     world = Layout(**layout).world_size
     worst = max(run_ranks(parity, world, name, layout, kind, {"context_balance": balance}))
     assert worst[0] < 1e-12, worst
+
+
+def test_collectives_and_bytes_are_those_of_the_plan() -> None:
+    def on_rank(rank: int) -> None:
+        model = hybrid("nemotron_h")
+        plan = planned(model, Layout(dp_shard=1, cp=4), tokens=2 * 32 // 4)
+        mesh = build_mesh(plan.layout, "cpu")
+        for action in (*mixer_actions(plan), *attention_program(plan)):  # without units, whose ranks are the same
+            PERFORMERS[type(action)](model, action, mesh)
+        with shared(plan, mesh, batch_of("whole")) as shard, CommCounter() as counter:
+            loss_of(model, shard).backward()
+        due = {item.kind: (item.calls, item.size) for item in activation_traffic(plan) if item.axis == "cp"}
+        assert {kind: (counter.counts[kind], counter.bytes[kind]) for kind in counter.counts} == due
+        assert due["all_to_all"][0] == 4
+
+    run_ranks(on_rank, 4)
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
+def test_a_recomputed_layer_exchanges_again(name: str) -> None:
+    def on_rank(rank: int) -> tuple[float, str]:
+        full = ActivationCheckpointing.FULL
+        return parity(rank, name, LAYOUTS[0], "whole", {"activation_checkpointing": full})
+
+    assert max(run_ranks(on_rank, 2))[0] < 1e-12
+
+
+def test_the_plan_says_what_crosses() -> None:
+    model = hybrid("bamba of one group", meta=True)
+    plan = planned(model, Layout(dp_shard=1, cp=4), tokens=8)
+    (row,) = plan.mixers
+    # gate, values, B and C of the one group, steps: all ranks need B and C. The norm over all heads runs after.
+    assert row.openings == (("in_proj", ((64, 1), (64, 1), (16, 4), (8, 1))),)
+    assert (row.closing, row.features) == ("norm", (64, 64))
+    assert dict(row.values) == {"intermediate_size": 16, "conv_dim": 32, "num_heads": 2}
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    page = Console(width=200, file=io.StringIO())
+    page.print(explain(plan))
+    text = page.file.getvalue()  # type: ignore[attr-defined]
+    assert "heads of mixers, for all tokens" in text
+    assert "in_proj" in text
+
+
+def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
+    for name, ranks, legal in (("nemotron_h", 3, "1, 2, 4, 8"), ("qwen3_next", 8, "1, 2, 4")):
+        with refuses(PlanError, "cp.heads") as caught:
+            planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=ranks))
+        assert f"legal values of cp are {legal}" in str(caught.value)
+    with refuses(PlanError, "cp.state") as caught:
+        planned(hybrid("qwen3_next", meta=True), Layout(dp_shard=1, cp=2, tp=2), tp_plan=SLICED)
+    assert "tp slices 'model.layers.0.linear_attn.in_proj_ba'" in str(caught.value)
+
+
+def test_documents_that_a_mixer_would_be_told_of_in_parts_are_refused() -> None:
+    def on_rank(rank: int) -> None:
+        model = hybrid("bamba")
+        plan = planned(model, Layout(dp_shard=1, cp=2))
+        mesh = build_mesh(plan.layout, "cpu")
+        get_parallelization_strategy(model).carry_out(model, plan, mesh)
+        batch = {**batch_of("packed"), "seq_idx": torch.zeros(2, 32, dtype=torch.int32)}
+        with shared(plan, mesh, batch) as shard, refuses(UnsupportedError, "cp.argument"):
+            model(**{name: shard[name] for name in ("input_ids", "position_ids", "seq_idx")}, use_cache=False)
+
+    run_ranks(on_rank, 2)

@@ -87,7 +87,6 @@ def test_gathered_keys_are_priced() -> None:
 
 def test_what_cannot_be_shared_is_refused_by_name() -> None:
     two = Layout(dp_shard=1, cp=2)
-    assert "'model.layers.0.mixer' mixes tokens" in refusal(tiny_model("nemotron_h", meta=True), two)
     assert "runs twice" in refusal(tiny_diffusion_gemma(), two)
     assert "set attention_dropout" in refusal(tiny_model("llama", meta=True, attention_dropout=0.1), two)
     assert "context_recompute=True: needs cp > 1" in refusal(

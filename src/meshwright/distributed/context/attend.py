@@ -1,7 +1,7 @@
 """Context parallel: attention over sequences that the ranks of `cp` share.
 
-A rank has the tokens of its positions (:func:`~meshwright.plan.axes.context.sharing.positions_of`), and so its queries, keys and
-values ``[batch, heads, positions of this rank, head size]``. The models of transformers call one function between the
+A rank has the tokens of its positions (:func:`~meshwright.plan.axes.context.sharing.positions_of`), and so its queries, keys
+and values ``[batch, heads, positions of this rank, head size]``. The models of transformers call one function between the
 projections of an attention and its output; :func:`attend` is this function here. It brings keys and values together by the
 method of the plan, and computes with the kernel that the model would have used.
 

@@ -1,7 +1,7 @@
 """How tensors of a sequence that ranks of `cp` share are brought together and apart: autograd functions.
 
-A rank has some positions of each sequence, piece by piece (:func:`~meshwright.plan.axes.context.sharing.positions_of`). What comes
-together is in the order of the sequence.
+A rank has some positions of each sequence, piece by piece
+(:func:`~meshwright.plan.axes.context.sharing.positions_of`). What comes together is in the order of the sequence.
 """
 
 from collections.abc import Callable, Sequence

@@ -145,8 +145,8 @@ def context_parallel(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Cut a batch for this rank of `cp`, for a loop of one's own.
 
-    Call the model with the shard inside the context; backward may run outside of it. Without attentions or mixers in the plan, the batch
-    is not changed.
+    Call the model with the shard inside the context; backward may run outside of it. Without attentions or mixers in the plan,
+    the batch is not changed.
 
     Args:
         plan: the plan that the model was parallelized with; ``None``: it was not, as a manager leaves it in one process.

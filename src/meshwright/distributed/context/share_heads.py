@@ -2,10 +2,10 @@
 
 The plan says which linear layers open and close a mixer (:mod:`meshwright.plan.axes.context.mixers`). A call goes so:
 
-1. The openings run with the rank's tokens, and what they put out is exchanged for the features of the rank's heads, for all tokens
-   in the order of the sequence. One all-to-all brings those of all openings.
-2. The mixer's own code runs. It sees a hidden state of the whole sequence, in which nothing is stored: its openings return what came,
-   its parameters are slices, and its numbers are those of the rank's heads.
+1. The openings run with the rank's tokens, and what they put out is exchanged for the features of the rank's heads, for all
+   tokens in the order of the sequence. One all-to-all brings those of all openings.
+2. The mixer's own code runs. It sees a hidden state of the whole sequence, in which nothing is stored: its openings return what
+   came, its parameters are slices, and its numbers are those of the rank's heads.
 3. What enters its last module is exchanged back for the rank's tokens.
 
 The gradient of a slice is that of the whole parameter, with zeros beside it. The sum over `cp` adds them up.
@@ -35,7 +35,7 @@ __all__ = ["share_heads"]
 Forward = Callable[..., Any]
 
 
-class _Reached(Exception):
+class _ReachedError(Exception):
     """Ends a call of a mixer that runs up to its last opening alone."""
 
 
@@ -86,8 +86,8 @@ class _Mixer:
         if "seq_idx" in kwargs or any(item.dtype is torch.bool and item.shape[:2] == hidden.shape[:2] for item in numbers):
             raise UnsupportedError(
                 "cp.argument",
-                f"{type(self.mixer).__name__}: under context parallel a mixer takes no mask and no seq_idx, which would be those of "
-                "a part of each sequence; leave them out, and give documents rows of their own",
+                f"{type(self.mixer).__name__}: under context parallel a mixer takes no mask and no seq_idx, which would be "
+                "those of a part of each sequence; leave them out, and give documents rows of their own",
             )
 
     def _opened(self, hidden: torch.Tensor, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
@@ -109,7 +109,7 @@ class _Mixer:
             def run(*args: Any, **kwargs: Any) -> Any:
                 found[name] = forward(*args, **kwargs)
                 if lacking <= found.keys():
-                    raise _Reached
+                    raise _ReachedError
                 return found[name]
 
             return run
@@ -118,7 +118,7 @@ class _Mixer:
         try:
             with _forwards(self.mixer, watched):
                 self.inner(*args, **kwargs)
-        except _Reached:
+        except _ReachedError:
             pass
         return found
 
@@ -221,7 +221,7 @@ def _values(changes: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> Iterator[
             vars(module).update(own)
         yield
     finally:
-        for (module, own), (held, old) in zip(changes, before, strict=True):
+        for (_, own), (held, old) in zip(changes, before, strict=True):
             for name in own:
                 del held[name]
             held.update(old)

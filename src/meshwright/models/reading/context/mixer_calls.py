@@ -1,8 +1,8 @@
 """Calls of one mixer with values: random ones, of few tokens, on the CPU.
 
-A mixer is a module that carries a state along the sequence. Its linear layers are replaced for a call, so it needs none of their
-matrices; what is between them has random values of its true shapes. So this works for a model that has no values, and is not
-expensive for one of any depth: a call takes some milliseconds for each mixer of another kind.
+A mixer is a module that carries a state along the sequence. Its linear layers are replaced for a call, so it needs none of
+their matrices; what is between them has random values of its true shapes. So this works for a model that has no values, and the
+depth of a model does not count: a call takes some milliseconds for each mixer of another kind.
 """
 
 from collections.abc import Callable, Iterator, Mapping

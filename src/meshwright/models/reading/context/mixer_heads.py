@@ -1,10 +1,10 @@
 """How the heads of a mixer divide over ranks: found by the derivatives of its own code, and tried.
 
-A mixer, such as one of Mamba-2 or of linear attention, carries a state along the sequence. Between the linear layers at its entry
-and the one at its end, it computes each head, or each group of them, alone. So a rank can compute some heads for all tokens, if
-it has what enters them. What that is follows from derivatives: of a share of the features that enter the last linear layer, by
-each feature that leaves the first ones, and by each parameter between. A derivative that is zero for random values is zero. Where
-several shares need the same features (B and C of a group, a key head of grouped values), several ranks have them.
+A mixer, such as one of Mamba-2 or of linear attention, carries a state along the sequence. Between the linear layers at its
+entry and the one at its end, it computes each head, or each group of them, alone. So a rank can compute some heads for all
+tokens, if it has what enters them. What that is follows from derivatives: of a share of the features that enter the last linear
+layer, by each feature that leaves the first ones, and by each parameter between. A derivative that is zero for random values is
+zero. Where several shares need the same features (B and C of a group, a key head of grouped values), several ranks have them.
 
 The code between counts heads and widths by attributes of its modules. Their values for a rank are searched among few. What is
 found is tried: for each rank the code is called with its features, its parts of the parameters and its numbers, and must return
@@ -34,7 +34,7 @@ _OWN_TOKENS = 3
 Tensors = dict[str, torch.Tensor]
 
 
-class _Undivided(Exception):
+class _UndividedError(Exception):
     """Why a mixer cannot be divided."""
 
 
@@ -58,7 +58,7 @@ def divide(draws: Sequence[MixerCalls], ranks: int) -> MixerShare:
                     found.differentiate(draw)
                 found.cut()
                 return found.share(found.numbers())
-            except _Undivided as why:
+            except _UndividedError as why:
                 problems.append(str(why))
             except Exception as error:  # whatever a module does with random values
                 problems.append(f"it cannot be called in parts ({said(error)})")
@@ -136,7 +136,7 @@ class _Division:
         output = calls.run(linear, tensors, hidden, training=training, beside=beside, also=self.closing)
         output = output[0] if isinstance(output, tuple) else output
         if not isinstance(output, torch.Tensor) or output.shape[:2] != (rows, tokens) or bool(output.isnan().any()):
-            raise _Undivided(f"its output is not made of that of {self.closing} alone")
+            raise _UndividedError(f"its output is not made of that of {self.closing} alone")
         return entered[0]
 
     @property
@@ -150,13 +150,13 @@ class _Division:
         leaves = {name: own.requires_grad_() for name, own in (given | tensors).items()}
         whole = self.call(calls, given, tensors, calls.tokens, training=True)
         if any(own.ndim != 3 or bool(own.isnan().any()) for own in whole):
-            raise _Undivided("what it mixes comes from more than its linear layers")
+            raise _UndividedError("what it mixes comes from more than its linear layers")
         self.features = tuple(own.shape[-1] for own in whole)
         if any(width % self.ranks for width in self.features):
-            raise _Undivided(f"the {self.features[0]} features that enter {self.closing} do not divide")
+            raise _UndividedError(f"the {self.features[0]} features that enter {self.closing} do not divide")
         other = self.call(calls, given, tensors, calls.tokens, training=True, beside=calls.others())
         if not all(map(torch.equal, whole, other)):
-            raise _Undivided("it reads an argument beside the hidden state")
+            raise _UndividedError("it reads an argument beside the hidden state")
         weights = [calls.random(*own.shape) for own in whole]
         for rank in range(self.ranks):
             parts = zip(whole, weights, self.shares(rank), strict=True)
@@ -175,7 +175,7 @@ class _Division:
         of_openings = {name: self.needed.pop(name) for name in self.roles.openings}
         self.pieces = {name: _pieces(own, f"the features of {name}") for name, own in of_openings.items() if bool(own.any())}
         if all(copies == self.ranks for pieces in self.pieces.values() for _, copies in pieces):
-            raise _Undivided("each share of its heads needs the features of all: it mixes them, as a norm over all does")
+            raise _UndividedError("each share of its heads needs the features of all: it mixes them, as a norm over all does")
         for name, needed in self.needed.items():
             if not bool(needed.any()):
                 continue
@@ -184,7 +184,7 @@ class _Division:
             ]
             parted = [dim for dim, some in enumerate(by_dim) if not bool(some.all())]
             if len(parted) > 1:
-                raise _Undivided(f"its heads use parts of {name} along several dimensions")
+                raise _UndividedError(f"its heads use parts of {name} along several dimensions")
             if parted:
                 self.slices[name] = parted[0], _pieces(by_dim[parted[0]], f"the entries of {name}")
 
@@ -192,7 +192,7 @@ class _Division:
         """Return the attributes that a rank has other values of, which were tried.
 
         Raises:
-            _Undivided: the code of the mixer computes something else with each choice.
+            _UndividedError: the code of the mixer computes something else with each choice.
         """
         choices, numbers = _Choices(self), self.calls.numbers()
         given, tensors = self.given(self.calls), self.calls.between()
@@ -204,7 +204,7 @@ class _Division:
                         return choices.other_values()
                     if not choices.advance():
                         break
-        raise _Undivided("its own code does not compute some of its heads alone")
+        raise _UndividedError("its own code does not compute some of its heads alone")
 
     def _others_given(self) -> Tensors:
         rows = self.calls.given().shape[:-1]
@@ -247,12 +247,12 @@ def _pieces(needed: torch.Tensor, what: str) -> Pieces:
         size, copies = len(list(entries)), len(owners)
         follows = copies and owners == tuple(range(following, following + copies)) and ranks % copies == 0
         if not follows or (following and size != width):
-            raise _Undivided(f"{what} lie in no order of its heads, or unevenly")
+            raise _UndividedError(f"{what} lie in no order of its heads, or unevenly")
         following, width = (following + copies) % ranks, size
         if not following:
             found.append((size * ranks // copies, copies))
     if following:
-        raise _Undivided(f"{what} lie unevenly")
+        raise _UndividedError(f"{what} lie unevenly")
     return tuple(found)
 
 

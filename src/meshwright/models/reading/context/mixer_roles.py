@@ -1,4 +1,4 @@
-"""What the linear layers of a mixer are: those at its entry, whose outputs are mixed along the sequence, and the one after that."""
+"""What the linear layers of a mixer are: those at its entry, whose outputs are mixed along the sequence, and the one after."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class _Ran(NamedTuple):
     output: torch.Tensor
 
 
-class _Enough(Exception):
+class _EnoughError(Exception):
     """Ends a call of which nothing more is needed."""
 
 
@@ -53,26 +53,29 @@ class _Recorder:
         output = (given.double() @ entry).unsqueeze(-1) * leave
         self.ran.append(_Ran(name, given, output))
         if name == self.last:
-            raise _Enough
+            raise _EnoughError
         return output
 
 
 def roles_of(calls: MixerCalls) -> Roles:
     """Return the roles of the linear layers of a mixer, from calls in which one token differs."""
     hidden = calls.given()
-    other = hidden.clone()
+    other, later = hidden.clone(), hidden.clone()
     other[:, 0] += 1
+    later[:, -1] += 1
     record, tensors = _Recorder(calls), calls.between()
     try:
-        first, second = (_ran(calls, record, tensors, own) for own in (hidden, other))
+        first, second, third = (_ran(calls, record, tensors, own) for own in (hidden, other, later))
     except Exception as error:  # whatever a module does with random values
         return Roles(problem=f"it cannot be called alone ({said(error)})")
     names = [ran.name for ran in first]
-    if len(set(names)) < len(names) or names != [ran.name for ran in second]:
+    if len(set(names)) < len(names) or any(names != [ran.name for ran in own] for own in (second, third)):
         return Roles(problem="a linear layer in it runs several times")
     if any(ran.given.shape[:-1] != hidden.shape[:-1] for ran in first):
         return Roles(problem="a linear layer in it gets tokens in another shape")
     mixed = [one.name for one, two in zip(first, second, strict=True) if not torch.equal(one.given[:, 1:], two.given[:, 1:])]
+    if any(not torch.equal(one.given[:, :-1], three.given[:, :-1]) for one, three in zip(first, third, strict=True)):
+        return Roles(problem="a token changes those before it, so padding at the end would")
     if len(mixed) != 1:
         between = f"a linear layer runs between what mixes tokens ({mixed[0]})" if mixed else "no linear layer runs after it"
         return Roles(problem=between)
@@ -137,7 +140,7 @@ def _treats_tokens_alone(
     record.ran, record.last = [], roles.openings[-1]
     try:
         calls.run(record, tensors, calls.given()[:, some])
-    except _Enough:
+    except _EnoughError:
         expected = {ran.name: ran.given[:, some] for ran in whole}
         return all(torch.equal(ran.given, expected[ran.name]) for ran in record.ran if ran.name in roles.openings)
     except Exception:  # it needs all tokens

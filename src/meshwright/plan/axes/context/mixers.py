@@ -1,10 +1,10 @@
 """How the ranks of `cp` share mixers: modules that carry a state along the sequence, such as those of Mamba-2.
 
-A state needs all tokens before it, in order. But a mixer computes each of its heads alone. So a rank computes some heads, for the
-whole sequence: what its first linear layers put out for the rank's own tokens is exchanged (all-to-all) for the features of
-these heads for all tokens, in the order of the sequence. Convolution, scan and the norm of groups run as they are written, with the rank's
-slices of their parameters. Before the last linear layer the heads are exchanged back for tokens. A norm over all heads is after
-this exchange. (Megatron-LM splits Mamba so.)
+A state needs all tokens before it, in order. But a mixer computes each of its heads alone. So a rank computes some heads, for
+the whole sequence: what its first linear layers put out for the rank's own tokens is exchanged (all-to-all) for the features of
+these heads for all tokens, in the order of the sequence. Convolution, scan and the norm of groups run as they are written, with
+the rank's slices of their parameters. Before the last linear layer the heads are exchanged back for tokens. A norm over all
+heads is after this exchange. (Megatron-LM splits Mamba so.)
 
 Parameters stay whole. A slice of one is a view of it, so its gradient is zero beside the slice, and the sum over `cp` that all
 gradients have makes it whole. B and C of a group, or a key head, which the heads of several ranks need, go to each of them.
@@ -42,8 +42,8 @@ def resolve_mixers(draft: Draft) -> Found[tuple[MixerShare, ...]]:
         elif sliced:
             problems.add(
                 "cp.state",
-                f"{draft.spec.family}: tp slices {sliced[0]!r}, inside of a mixer whose heads cp divides; the legal value of cp is 1, "
-                "or leave it out of tp_plan",
+                f"{draft.spec.family}: tp slices {sliced[0]!r}, inside of a mixer whose heads cp divides; the legal value of cp is "
+                "1, or leave it out of tp_plan",
             )
     if problems:
         return Found((), [text.within(f"cp={cp}: ") for text in without_repetition(problems)])
@@ -96,6 +96,6 @@ def mixer_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
 
 
 def crossing_features(plan: ShardingPlan, row: MixerShare) -> tuple[int, int]:
-    """Return the features of a token that a rank sends before the mixing, what several ranks need counted for each, and after."""
+    """Return the features of a token that a rank sends before the mixing, each once for every rank that needs it, and after."""
     cp = plan.layout.size("cp")
     return row.received(cp) * cp, sum(row.features)
