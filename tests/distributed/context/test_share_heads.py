@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-SLICED = {"model.layers.*.linear_attn.in_proj_ba": "colwise", "model.layers.*.self_attn.q_proj": "colwise_gather_output"}
+SLICED = {"model.layers.0.self_attn.g_a_proj": "colwise", "model.layers.0.self_attn.g_b_proj": "rowwise"}
 
 
 def hybrid(name: str, *, meta: bool = False, **changes: Any) -> Any:
@@ -204,8 +204,8 @@ def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
             planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=ranks))
         assert f"legal values of cp are {legal}" in str(caught.value)
     with refuses(PlanError, "cp.state") as caught:
-        planned(hybrid("qwen3_next", meta=True), Layout(dp_shard=1, cp=2, tp=2), tp_plan=SLICED)
-    assert "tp slices 'model.layers.0.linear_attn.in_proj_ba'" in str(caught.value)
+        planned(hybrid("kimi_linear", meta=True), Layout(dp_shard=1, cp=2, tp=2), tp_plan=SLICED)
+    assert "tp slices 'model.layers.0.self_attn.g_a_proj'" in str(caught.value)
 
 
 def test_documents_that_a_mixer_would_be_told_of_in_parts_are_refused() -> None:
