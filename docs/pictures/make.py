@@ -203,6 +203,28 @@ def context() -> Iterator[str]:
             yield text(200 + 190 * index, top + 54, content + quarter, anchor="middle", size=11)
 
 
+def mixers() -> Iterator[str]:
+    """What one rank of four has in a mixer: its tokens, some heads of all tokens, its tokens again."""
+    yield text(20, 28, "A mixer with a state, cp=4, zigzag, seen from rank 1: 8 chunks of tokens, 4 heads", size=15)
+    steps = (
+        ("openings", "its tokens, all heads", lambda chunk, head: chunk in (1, 6)),
+        ("convolution, scan", "all tokens in order, one head", lambda chunk, head: head == 1),
+        ("closing", "its tokens, all heads", lambda chunk, head: chunk in (1, 6)),
+    )
+    for step, (name, words, has) in enumerate(steps):
+        left = 40 + 235 * step
+        yield text(left, 62, name, size=14)
+        for head in range(4):
+            for chunk in range(8):
+                fill = COLOURS["shard"] if has(chunk, head) else "white"
+                yield box(left + 20 * chunk, 75 + 24 * head, 20, 24, fill)
+        yield text(left, 192, words)
+        yield text(left, 210, "tokens to the right, heads downwards", size=11)
+        if step:
+            yield text(left - 38, 118, "all-to-", anchor="middle", size=11)
+            yield text(left - 38, 132, "all", anchor="middle", size=11)
+
+
 def schedules() -> Iterator[tuple[str, str]]:
     """A drawing of each schedule over four ranks, with eight microbatches and halves of backward as long as a forward."""
     for chosen in PipelineSchedule:
@@ -218,6 +240,7 @@ def main() -> None:
     picture("twins.svg", 800, 300, twins())
     picture("zigzag.svg", 620, 335, zigzag())
     picture("context.svg", 700, 330, context())
+    picture("mixers.svg", 720, 225, mixers())
     for name, text_of in schedules():
         (HERE / name).write_text(text_of)
 
