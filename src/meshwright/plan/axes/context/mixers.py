@@ -30,8 +30,9 @@ _MOST_TRIED = 16
 
 def resolve_mixers(draft: Draft) -> Found[tuple[MixerShare, ...]]:
     """Return a row for each mixer, in the order in which they are found, or why they cannot be shared. None if `cp` is 1."""
-    cp, attentions = draft.layout.size("cp"), draft.model.traces.attentions
-    if cp == 1 or attentions is None or not attentions.states or draft.spec.twins:
+    cp = draft.layout.size("cp")
+    attentions = draft.model.traces.attentions if cp > 1 else None
+    if attentions is None or not attentions.states or draft.spec.twins:
         return Found(())
     shares, problems = draft.model.traces.mixers(cp), Problems()
     for name, mixes in attentions.states:

@@ -88,14 +88,12 @@ def resolve_attentions(draft: Draft) -> Found[tuple[AttentionRow, ...]]:
     There are none if `cp` is 1, except for packed documents of a family whose own masks let them see each other.
     """
     options, cp, problems = draft.options, draft.layout.size("cp"), Problems()
-    attentions = draft.model.traces.attentions if cp > 1 or options.packed else None
     if cp == 1:
         default = ParallelOptions()
         for name in ("context_parallel", "context_balance", "context_recompute"):
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
                 problems.add("cp.option", f"{name}={chosen}: needs cp > 1; the legal value is {legal}")
-        carried = attentions is not None and attentions.states  # a state is carried from one document to the next
-        kept_apart = options.packed and draft.structure.leaks_documents and not carried and not _refusals(draft)
+        kept_apart = options.packed and draft.structure.leaks_documents and not _carries(draft) and not _refusals(draft)
         # If they are not kept apart, the check of boundaries refuses documents that see each other.
         return Found(_rows(draft) if kept_apart else (), problems)
     if draft.spec.twins:
@@ -110,6 +108,12 @@ def resolve_attentions(draft: Draft) -> Found[tuple[AttentionRow, ...]]:
         return Found((), problems)
     rows = _rows(draft)
     return Found(rows, _head_problems(cp, rows) if options.context_parallel is ContextMethod.ULYSSES else ())
+
+
+def _carries(draft: Draft) -> bool:
+    """Return whether a state is carried along a sequence, from one document to the next."""
+    attentions = draft.model.traces.attentions
+    return attentions is not None and bool(attentions.states)
 
 
 def _refusals(draft: Draft) -> Problems:
