@@ -33,6 +33,10 @@ class BlockDiffusion(Objective):
         length: number of tokens in a block.
         vocabulary: number of token ids that noise is sampled from.
         sequence_length: number of tokens in a sequence of the run.
+
+    Attributes:
+        columns: number of columns that noise is drawn for, of every sequence.
+        canvas_sizes: number of columns of the canvas of a sequence, at most, and of tokens of the sequence, for a plan.
     """
 
     name = "block_diffusion"
@@ -49,6 +53,7 @@ class BlockDiffusion(Objective):
         self.options, self.seed, self.length, self.vocabulary = options, seed, length, vocabulary
         self.sequence_length = sequence_length
         self.columns = -(-sequence_length // length) * length  # of the longest possible canvas
+        self.canvas_sizes = (self.columns if options.mode == "all_blocks" else length, sequence_length)
         self.encoder = options.encoder_loss_weight > 0
         self.terms = ("denoising", "encoder") if self.encoder else ("denoising",)
         self.weights = (1.0, options.encoder_loss_weight) if self.encoder else (1.0,)

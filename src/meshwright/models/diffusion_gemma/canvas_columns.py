@@ -41,12 +41,10 @@ def in_blocks(canvas: Canvas, noised: Noised, length: int, tokens: int) -> dict[
 
     Returns:
         :data:`COUNTS` [B, S]; ``canvas_ids`` (with noise), ``canvas_labels``, ``canvas_positions`` and ``canvas_blocks``
-        [B, R / length, length]. If blocks have one column, so that there may be S of them, there is one hidden block more.
+        [B, R / length, length]. There are fewer blocks than tokens, as the first token of a sequence is in none.
     """
     columns = (noised.ids, canvas.labels, canvas.positions, canvas.blocks)
     whole = {name: one.unflatten(1, (-1, length)) for name, one in zip(_FILLS, columns, strict=True)}
-    if whole["canvas_ids"].shape[1] == tokens:
-        whole = {name: nn.functional.pad(one, (0, 0, 0, 1), value=_FILLS[name]) for name, one in whole.items()}
     counts = torch.zeros((len(canvas.ids), tokens), dtype=torch.int64)
     counts[:, 0] = (canvas.labels != IGNORE).sum(dim=1)
     return {**whole, COUNTS: counts}

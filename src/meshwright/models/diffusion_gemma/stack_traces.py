@@ -17,6 +17,7 @@ from meshwright.models.diffusion_gemma.model import ATTENTIONS, three_passes
 from meshwright.models.reading.context import AttentionTracer
 from meshwright.models.reading.model_traces import ModelTraces
 from meshwright.models.reading.tracing import Attention, attributes, traced
+from meshwright.models.specs.derived import base_of_peft
 from meshwright.plan.given.attentions import Attentions, unknown_argument
 from meshwright.plan.given.spec import ExpertsRule
 from meshwright.plan.result.context import CanvasFacts
@@ -62,13 +63,13 @@ def trace_stacks(
     """Return the attentions of both stacks, and what else of them mixes tokens.
 
     Args:
-        model: a ``DiffusionGemmaForBlockDiffusion``, on any device. It is not changed.
+        model: a ``DiffusionGemmaForBlockDiffusion``, which may be inside a ``PeftModel``, on any device. It is not changed.
         experts: its mixtures. They are not called, because what they do depends on values.
         canvas: number of columns of the canvas of a sequence, at most, and of tokens of the sequence; ``None``: unknown.
     """
-    kernel = compat.attention_of(model)
-    forward = type(model).forward.__get__(model)
-    with attributes([(model, {"forward": partial(_train, model, forward)})]):
+    kernel, inner = compat.attention_of(model), base_of_peft(model) or model
+    forward = type(inner).forward.__get__(inner)
+    with attributes([(inner, {"forward": partial(_train, inner, forward)})]):
         found, why = traced(model, experts, partial(_StacksTracer, canvas), ("cpu", "meta"))
     if found is None:
         return Attentions((), (Refusal("model.values", f"its training forward cannot be traced without values ({why})"),))

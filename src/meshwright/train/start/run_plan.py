@@ -1,6 +1,7 @@
 """The checks of a run that need its model and no plan, the options of its plan, and the plan."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.loader import check_batch_sizes
@@ -114,6 +115,12 @@ def check_run(
     if problems:
         raise together(problems)
     return layout, objective
+
+
+def with_canvases(spec: ParallelSpec, objective: Objective) -> ParallelSpec:
+    """Return a spec whose traces know how long the canvases of an objective are, if it has some: a plan counts their bytes."""
+    canvas = getattr(objective, "canvas_sizes", None)
+    return spec if canvas is None or spec.traces is None else replace(spec, traces=partial(spec.traces, canvas=canvas))
 
 
 def plan_run(
