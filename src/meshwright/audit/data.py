@@ -154,7 +154,9 @@ def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: Pa
         return batch
     rows, length = batch["input_ids"].shape
     whole = {name: one for name, one in batch.items() if name.startswith(CANVAS)}
-    parts = {name: one for name, one in batch.items() if name not in (ROUTED, EXISTS, *whole) and one.shape[:2] == (rows, length)}
+    parts = {
+        name: one for name, one in batch.items() if name not in (ROUTED, EXISTS, *whole) and one.shape[:2] == (rows, length)
+    }
     return {**{name: join_sequences(plan, mesh, one) for name, one in parts.items()}, **whole}
 
 

@@ -1,9 +1,9 @@
 """Canvases that the ranks of `cp` share: what an attention must know of one, and how it is cut.
 
-A *canvas* is a second sequence beside a clean one. Its attention has queries of the canvas alone, and keys of both: those of the
-clean sequence first, then its own. So keys have *places*: ``0`` to ``clean - 1`` are the positions of the clean sequence, and
-``clean`` to ``clean + columns - 1`` the columns of the canvas. Which places a column sees is a rule of the family, a function of
-blocks and positions.
+A *canvas* is a second sequence beside a clean one. Its attention has queries of the canvas alone, and keys of both: those of
+the clean sequence first, then its own. So keys have *places*: ``0`` to ``clean - 1`` are the positions of the clean sequence,
+and ``clean`` to ``clean + columns - 1`` the columns of the canvas. Which places a column sees is a rule of the family, a
+function of blocks and positions.
 
 A rank of `cp` has the clean positions that it has anyhow, and of the canvas the columns that
 :func:`~meshwright.plan.axes.context.positions_of` gives it. Neither cut needs to be the border of a block.

@@ -1,8 +1,8 @@
 """The canvases of a batch, block by block; and the columns of them that a rank of `cp` has.
 
 What the ranks of `cp` share is cut by its shape: every tensor ``[batch, length]`` has a part of the positions. A canvas is no
-part of its sequence, though it may be as long. So a batch has its canvases as ``[batch, blocks, canvas_length]``, whole on every
-rank, and each rank takes its columns in the forward. So all ranks have the noise of one process by construction.
+part of its sequence, though it may be as long. So a batch has its canvases as ``[batch, blocks, canvas_length]``, whole on
+every rank, and each rank takes its columns in the forward. So all ranks have the noise of one process by construction.
 
 What a rank counts it must not count for others. So the number of supervised columns of a sequence stands at its first position,
 in a tensor that is cut (:data:`COUNTS`).

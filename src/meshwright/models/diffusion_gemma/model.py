@@ -42,6 +42,7 @@ ATTENTIONS = ("sdpa", "eager")
 
 Masks = dict[str, torch.Tensor | None]
 
+
 class Denoised(NamedTuple):
     """The result of a training forward.
 

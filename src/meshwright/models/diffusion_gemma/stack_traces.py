@@ -1,7 +1,8 @@
 """How the attentions of both stacks are called: read from one training forward on meta tensors.
 
-The encoder's attentions are those of any causal model. Those of the decoder get queries of the canvas, keys of the clean sequence
-and of the canvas, and one of the masks that the training forward makes. Here these masks have no values, and say which they are.
+The encoder's attentions are those of any causal model. Those of the decoder get queries of the canvas, keys of the clean
+sequence and of the canvas, and one of the masks that the training forward makes. Here these masks have no values, and say which
+they are.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,9 @@
 """The checks of a run that need its model and no plan, the options of its plan, and the plan."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.data.loader import check_batch_sizes
 from meshwright.data.rows.columns import ROUTED_EXPERTS
@@ -18,6 +19,7 @@ from meshwright.objectives.references import reference_problems
 from meshwright.plan.given.inspection import Inspection, model_sizes
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.given.traces import Traces
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 from meshwright.train.config import RunConfig
@@ -119,8 +121,8 @@ def check_run(
 
 def with_canvases(spec: ParallelSpec, objective: Objective) -> ParallelSpec:
     """Return a spec whose traces know how long the canvases of an objective are, if it has some: a plan counts their bytes."""
-    canvas = getattr(objective, "canvas_sizes", None)
-    return spec if canvas is None or spec.traces is None else replace(spec, traces=partial(spec.traces, canvas=canvas))
+    canvas, traces = getattr(objective, "canvas_sizes", None), cast("Callable[..., Traces] | None", spec.traces)
+    return spec if canvas is None or traces is None else replace(spec, traces=partial(traces, canvas=canvas))
 
 
 def plan_run(
