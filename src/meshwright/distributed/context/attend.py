@@ -101,11 +101,10 @@ def attend(
     over_canvas = isinstance(action.row, CanvasRow)
     sequences = canvases_of(position_ids) if over_canvas else sequences_of(position_ids)
     if sequences is None:
-        shard = "shard; call the model inside `with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself"
+        inside = "call the model inside `with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself"
         canvas = "part of a canvas; call the model with denoise=batch, as the objective of its family does"
-        raise UnsupportedError(
-            "cp.positions", f"{name}: the position_ids of this forward are not those of a {canvas if over_canvas else shard}"
-        )
+        whose = canvas if over_canvas else f"shard; {inside}"
+        raise UnsupportedError("cp.positions", f"{name}: the position_ids of this forward are not those of a {whose}")
     if attention_mask is not None or dropout:
         raise UnsupportedError(
             "cp.argument", f"{name}: context parallel knows no {'dropout' if dropout else 'attention_mask'} of attention"
