@@ -26,7 +26,7 @@ from meshwright.plan.given.spec import ExpertsRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["trace_attentions"]
+__all__ = ["AttentionTracer", "trace_attentions"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
@@ -45,7 +45,7 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     if problems:
         return Attentions((), tuple(problems))
     # A mask of ones, because without one documents are looked for, which needs values.
-    found, why = traced(model, experts, _AttentionTracer, ("cpu", "meta"))
+    found, why = traced(model, experts, AttentionTracer, ("cpu", "meta"))
     if found is None:
         return Attentions((), (Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     return Attentions(tuple(found.rows.values()), tuple(dict.fromkeys(found.problems)), compat.attention_of(model))
@@ -68,7 +68,7 @@ def _rope_types(module: nn.Module) -> Iterator[str]:
     yield from (kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str))
 
 
-class _AttentionTracer(Tracer):
+class AttentionTracer(Tracer):
     """Records calls of the attention function, and operators outside of it that mix tokens."""
 
     def __init__(self, inputs: Inputs) -> None:
