@@ -40,7 +40,7 @@ def measure(device: torch.device, cp: int, method: str, length: int, checkpointi
     from meshwright.distributed.context.attend import _Context
     from meshwright.distributed.context.ring import _Plan
     from meshwright.distributed.context.sequences import sequences_of
-    from meshwright.plan.axes.context import gathered_bytes
+    from meshwright.plan.axes.context.sharing import gathered_bytes
     from meshwright.plan.cost.activation_traffic import activation_traffic
 
     torch.manual_seed(0)

@@ -37,6 +37,7 @@ CODES: dict[str, tuple[str, str]] = {
     "cp.argument": ("An attention is called with an argument that is not known.", "Leave it out; or cp=1."),
     "cp.positions": ("Positions are not those of a rank's shard.", "cp=1; position_ids of the shard."),
     "cp.state": ("A layer carries a state from token to token, or moves tokens.", "cp=1."),
+    "cp.heads": ("cp does not divide the heads of a layer that carries a state.", "The numbers in the message."),
     "cp.mixes_tokens": ("The model mixes tokens outside of its attention function.", "cp=1."),
     "cp.twice": ("An attention, or a stack of layers, runs twice in a forward.", "cp=1."),
     "cp.dropout": ("Attention weights have dropout.", "attention_dropout of the model's config at 0."),

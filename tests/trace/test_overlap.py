@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.plan.axes.context import ring_message_bytes
+from meshwright.plan.axes.context.sharing import ring_message_bytes
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.overlap import Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
 from tests.trace.test_memory import setup_of

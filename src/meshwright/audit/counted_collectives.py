@@ -7,7 +7,7 @@ from functools import cache
 from meshwright.audit.causes.findings import Finding, Kind
 from meshwright.audit.result import RankResult
 from meshwright.layout import Layout
-from meshwright.plan.axes.context import context_counts
+from meshwright.plan.axes.context.sharing import context_counts
 from meshwright.plan.axes.experts import expert_parallel_counts
 from meshwright.plan.axes.pipeline.stage_plan import pipeline_counts, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import on_stages

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.context.attend import attend_over_ranks
+from meshwright.distributed.context.share_heads import share_heads
 from meshwright.distributed.data.fsdp_units import prefetch, wrap
 from meshwright.distributed.data.twin_units import join_twins, part_twins
 from meshwright.distributed.experts.placement import dispatch_tokens
@@ -41,6 +42,7 @@ from meshwright.plan.result.program import (
     PartTwins,
     Prefetch,
     Recompute,
+    ShareHeads,
     Slice,
     Wrap,
 )
@@ -55,6 +57,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     Compute: compute_with_slices,
     Dispatch: dispatch_tokens,
     Attend: attend_over_ranks,
+    ShareHeads: share_heads,
     ChunkLoss: chunk_loss,
     Recompute: recompute,
     Freeze: freeze,

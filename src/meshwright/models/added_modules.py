@@ -18,6 +18,7 @@ from meshwright.distributed.class_names import class_name
 from meshwright.errors import Problems
 from meshwright.models.weights.initial_values import derive_seed, initialize
 from meshwright.plan.given.attentions import Attentions
+from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ParallelSpec, UnitRule
@@ -117,6 +118,10 @@ class _WithAdded(Traces):
     @property
     def attentions(self) -> Attentions | None:
         return self.alone.attentions
+
+    def mixers(self, ranks: int) -> Mapping[str, MixerShare]:
+        """See :class:`Traces`."""
+        return self.alone.mixers(ranks)
 
     @property
     def head(self) -> HeadFacts | None:

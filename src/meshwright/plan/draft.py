@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from meshwright.errors import MissingPlanError, PlanError, Problems, Refusal
 from meshwright.layout import Layout
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
 from meshwright.plan.given.names import generalize, match_names, without_repetition
 from meshwright.plan.given.options import ParallelOptions
@@ -130,6 +131,7 @@ class Draft:
         tensor: how the model is sliced.
         experts: rows of the mixtures.
         attentions: rows of the attentions.
+        mixers: rows of the mixers that ranks of `cp` divide by heads.
         stages: the pipeline stages.
         loss: the loss, if it is computed in chunks.
         rows: rows of the parameters.
@@ -154,6 +156,7 @@ class Draft:
     tensor: TensorParallel = field(default_factory=TensorParallel)
     experts: tuple[ExpertsRow, ...] = ()
     attentions: tuple[AttentionRow, ...] = ()
+    mixers: tuple[MixerShare, ...] = ()
     stages: Stages = field(default_factory=Stages)
     loss: LossRow | None = None
     rows: tuple[ParameterRow, ...] = ()

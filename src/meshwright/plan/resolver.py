@@ -12,7 +12,8 @@ from torch import nn
 
 from meshwright.errors import LayoutError, Refusal
 from meshwright.layout import Layout
-from meshwright.plan.axes.context import attention_actions, resolve_attentions
+from meshwright.plan.axes.context.mixers import mixer_actions, resolve_mixers
+from meshwright.plan.axes.context.sharing import attention_actions, resolve_attentions
 from meshwright.plan.axes.data.parameters import (
     assign_units,
     choose_trained,
@@ -60,6 +61,7 @@ _PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
         ("tensor", resolve_tensor_parallel),
         ("experts", resolve_experts),
         ("attentions", resolve_attentions),
+        ("mixers", resolve_mixers),
         ("stages", resolve_stages),
         ("rules", choose_rules),
         ("forms", choose_forms),
@@ -120,11 +122,13 @@ def resolve(
         tp_level=draft.tensor.level,
         tp_passed_over=draft.tensor.passed_over,
         remarks=(*spec.remarks, *draft.remarks),
+        mixers=draft.mixers,
         flags_of_use=(not spec.uses_all_parameters or bool(draft.options.sharded_by)) and draft.layout.size("dp_cp") > 1,
     )
     plan = replace(plan, units=tokens_of_units(plan))
     program = (
         *([] if draft.stages.cut is None else [draft.stages.cut]),
+        *mixer_actions(plan),  # inside of what tensor parallel puts around a mixer
         *tensor_parallel_actions(draft, plan),
         *expert_parallel_actions(draft, plan),
         *attention_actions(draft, plan),

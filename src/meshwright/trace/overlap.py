@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from meshwright.plan.axes.context import ring_message_bytes
+from meshwright.plan.axes.context.sharing import ring_message_bytes
 from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
 from meshwright.plan.axes.pipeline.replay import Replay, replay_of_plan

@@ -21,7 +21,7 @@ from meshwright.distributed.mesh import build_mesh, whole_tensor
 from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
-from meshwright.plan.axes.context import attention_program
+from meshwright.plan.axes.context.sharing import attention_program
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextBalance, ContextMethod
 from meshwright.plan.given.options import ParallelOptions

@@ -10,7 +10,7 @@ import torch
 from meshwright.distributed.context.attention_kernels import AttentionRule, _segments, _tiles, attention
 from meshwright.distributed.context.sequences import Sequences
 from meshwright.errors import UnsupportedError
-from meshwright.plan.axes.context import positions_of
+from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.given.closed_choices import ContextBalance
 from tests.distributed.context.test_attend import CASES, drawn, positions_of_documents, written_out
 

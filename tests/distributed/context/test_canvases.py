@@ -23,12 +23,12 @@ from meshwright.models.diffusion_gemma.canvas import HIDDEN
 from meshwright.models.diffusion_gemma.masks import sees
 from meshwright.models.specs.registry import spec_of
 from meshwright.models.token_loss import IGNORE
-from meshwright.plan.axes.context import attention_program
+from meshwright.plan.axes.context.sharing import attention_program
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
-from meshwright.plan.result.context import CanvasRow, columns_of_rank
+from meshwright.plan.result.context.attention_rows import CanvasRow, columns_of_rank
 from meshwright.plan.result.program import Attend
 from meshwright.train.start.run_plan import with_canvases
 from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma

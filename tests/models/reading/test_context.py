@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshwright.models.reading.context import trace_attentions
+from meshwright.models.reading.context.attention_calls import trace_attentions
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.attentions import Attentions
 from tests.tiny import tiny_model
@@ -26,6 +26,12 @@ def attentions_of(model: torch.nn.Module) -> Attentions:
     attentions = traces(model).attentions
     assert attentions is not None
     return attentions
+
+
+def said_of(model: torch.nn.Module) -> list[str]:
+    """What is said to mix tokens outside of attentions: in mixers, and elsewhere."""
+    found = attentions_of(model)
+    return [*found.problems, *(mixes for _, mixes in found.states)]
 
 
 def built(model_type: str, **config: object) -> torch.nn.Module:
@@ -70,7 +76,7 @@ def test_dropout_is_a_fact() -> None:
     ],
 )  # fmt: skip
 def test_what_mixes_tokens_elsewhere_is_named(model_type: str, config: dict[str, object], problem: str) -> None:
-    assert any(problem in line for line in attentions_of(built(model_type, **config)).problems)
+    assert any(problem in line for line in said_of(built(model_type, **config)))
 
 
 class Mixing(torch.nn.Module):
@@ -101,7 +107,7 @@ MIXES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_an_operator_that_mixes_tokens_is_found(mix: str) -> None:
     model = tiny_model("llama", meta=True)
     model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp, MIXES[mix])
-    problems = attentions_of(model).problems
+    problems = said_of(model)
     assert any("'model.layers.1.mlp'" in line for line in problems), problems
 
 
@@ -111,7 +117,7 @@ def test_a_recurrent_layer_is_found() -> None:
         gru = torch.nn.GRU(32, 32, batch_first=True)
     model.model.layers[1].mlp.add_module("gru", gru)
     model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp, lambda x: gru(x)[0])
-    assert any("mixes tokens" in line for line in attentions_of(model).problems)
+    assert any("mixes tokens" in line for line in said_of(model))
 
 
 @pytest.mark.parametrize("model_type", ["bart", "mbart", "plbart"])

@@ -27,7 +27,7 @@ from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.update.grad_clip import total_grad_norm
 from meshwright.models.token_loss import count_tokens
-from meshwright.plan.axes.context import attention_program
+from meshwright.plan.axes.context.sharing import attention_program
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.result.border_places import borders
 from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow

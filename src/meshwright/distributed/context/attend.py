@@ -1,7 +1,7 @@
 """Context parallel: attention over sequences that the ranks of `cp` share.
 
-A rank has the tokens of its positions (:func:`~meshwright.plan.axes.context.positions_of`), and so its queries, keys and
-values ``[batch, heads, positions of this rank, head size]``. The models of transformers call one function between the
+A rank has the tokens of its positions (:func:`~meshwright.plan.axes.context.sharing.positions_of`), and so its queries, keys
+and values ``[batch, heads, positions of this rank, head size]``. The models of transformers call one function between the
 projections of an attention and its output; :func:`attend` is this function here. It brings keys and values together by the
 method of the plan, and computes with the kernel that the model would have used.
 
@@ -11,27 +11,25 @@ Keys and values are put into the order of the sequence first. Then a kernel comp
 (:mod:`~meshwright.distributed.context.attention_kernels`).
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.distributed import _torch_compat
 from meshwright.distributed.context.attention_kernels import AttentionRule, attention
 from meshwright.distributed.context.canvases import Canvases, Share, canvases_of
 from meshwright.distributed.context.ring import ring_attention
+from meshwright.distributed.context.sequence_moves import exchange_for_heads, exchange_for_positions, gather_positions
 from meshwright.distributed.context.sequences import Sequences, sequences_of
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import UnsupportedError
-from meshwright.plan.axes.context import FUNCTION
+from meshwright.plan.axes.context.sharing import FUNCTION
 from meshwright.plan.given.attentions import unknown_argument
 from meshwright.plan.given.closed_choices import ContextMethod
-from meshwright.plan.result.context import CanvasRow
+from meshwright.plan.result.context.attention_rows import CanvasRow
 from meshwright.plan.result.program import Attend
 
 __all__ = ["attend_over_ranks", "share_of"]
@@ -163,7 +161,7 @@ class _Context:
         _, keys, places = self._pieces(sequences)
         if self.ranks == 1:
             return attention(rule, sequences, places, query, key, value, sinks)
-        both = _Gather.apply(torch.cat([key, value], dim=-1), keys, self.group)
+        both = gather_positions(torch.cat([key, value], dim=-1), keys, self.group)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         return attention(rule, sequences, places, query, key, value, sinks)
 
@@ -174,12 +172,12 @@ class _Context:
         both = torch.cat([key, value], dim=-1)
         if both.shape[1] < self.ranks:  # several ranks need one head; its gradients are added up by the backward of this
             both = both.repeat_interleave(self.ranks // both.shape[1], dim=1)
-        query, both = _Exchange.apply(query, queries, self.group, False), _Exchange.apply(both, keys, self.group, False)
+        query, both = exchange_for_heads(query, queries, self.group), exchange_for_heads(both, keys, self.group)
         all_keys, all_values = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
         every = (range(sequences.length - query.shape[2], sequences.length),)
         output = attention(rule, sequences, every, query, all_keys, all_values, own)
-        return _Exchange.apply(output, queries, self.group, True)
+        return exchange_for_positions(output, queries, self.group)
 
     def _ring(
         self, rule: AttentionRule, sequences: Whole, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
@@ -193,75 +191,3 @@ class _Context:
 
         _, keys, places = self._pieces(sequences)
         return ring_attention(query, key, value, sinks, places, keys, visible, mask, rule.scaling, rule.softcap, self.group)
-
-
-# -- collectives -----------------------------------------------------------------------------------------------------------
-
-
-def _in_order(by_rank: torch.Tensor, pieces: Sequence[tuple[range, ...]]) -> torch.Tensor:
-    """Put the positions of all ranks, rank after rank in the first dimension, into the order of the sequence."""
-    sizes = [len(piece) for own in pieces for piece in own]
-    parts = by_rank.split(sizes)
-    starts = [piece.start for own in pieces for piece in own]
-    return torch.cat([parts[index] for index in sorted(range(len(parts)), key=starts.__getitem__)])
-
-
-def _by_rank(ordered: torch.Tensor, pieces: Sequence[tuple[range, ...]]) -> torch.Tensor:
-    """The inverse of :func:`_in_order`."""
-    return torch.cat([ordered[piece.start : piece.stop] for own in pieces for piece in own])
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather [batch, heads, positions, size] over the positions, in the order of the sequence; backward: reduce-scatter."""
-
-    @staticmethod
-    def forward(context: Any, part: torch.Tensor, pieces: Sequence[tuple[range, ...]], group: Group) -> torch.Tensor:
-        context.pieces, context.group = pieces, group
-        own = part.movedim(2, 0).contiguous()
-        gathered = own.new_empty((len(pieces) * own.shape[0], *own.shape[1:]))
-        _torch_compat.all_gather_single(gathered, own, group=group)
-        return _in_order(gathered, pieces).movedim(0, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        by_rank = _by_rank(gradient.movedim(2, 0), context.pieces).contiguous()
-        own = by_rank.new_empty((by_rank.shape[0] // len(context.pieces), *by_rank.shape[1:]))
-        _torch_compat.reduce_scatter_single(own, by_rank, group=context.group)
-        return own.movedim(0, 2), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    """Exchange [batch, heads, positions of this rank, size] for [batch, heads of this rank, positions, size], or ``back``."""
-
-    @staticmethod
-    def forward(
-        context: Any, tensor: torch.Tensor, pieces: Sequence[tuple[range, ...]], group: Group, back: bool
-    ) -> torch.Tensor:
-        context.pieces, context.group, context.back = pieces, group, back
-        return (_to_positions if back else _to_heads)(tensor, pieces, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        undo: Callable[..., torch.Tensor] = _to_heads if context.back else _to_positions
-        return undo(gradient, context.pieces, context.group), None, None, None
-
-
-def _to_heads(part: torch.Tensor, pieces: Sequence[tuple[range, ...]], group: Group) -> torch.Tensor:
-    batch, heads, positions, size = part.shape
-    ranks = len(pieces)
-    sent = part.reshape(batch, ranks, heads // ranks, positions, size).permute(1, 3, 0, 2, 4).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return _in_order(received.flatten(0, 1), pieces).movedim(0, 2)
-
-
-def _to_positions(part: torch.Tensor, pieces: Sequence[tuple[range, ...]], group: Group) -> torch.Tensor:
-    batch, heads, length, size = part.shape
-    ranks = len(pieces)
-    sent = _by_rank(part.movedim(2, 0), pieces).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    by_head = received.reshape(ranks, length // ranks, batch, heads, size).permute(2, 0, 3, 1, 4)
-    return by_head.reshape(batch, ranks * heads, length // ranks, size)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.distributed.context.canvases import Canvases
 from meshwright.distributed.context.sequences import Sequences
 from meshwright.errors import UnsupportedError
-from meshwright.plan.axes.context import is_flash
+from meshwright.plan.axes.context.sharing import is_flash
 
 __all__ = ["AttentionRule", "attention"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from meshwright.plan.axes.context import positions_of
+from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.given.closed_choices import ContextBalance
 
 __all__ = ["Canvases", "Rule", "Share", "canvases_of", "cut_columns", "let_canvases_be_known"]

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.device import pinned
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import ConfigError
-from meshwright.plan.axes.context import positions_of
+from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["Sequences", "carry_sequences_to", "context_parallel", "join_sequences", "sequences_of", "share_batch"]
@@ -145,8 +145,8 @@ def context_parallel(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Cut a batch for this rank of `cp`, for a loop of one's own.
 
-    Call the model with the shard inside the context; backward may run outside of it. Without attentions in the plan, the batch
-    is not changed.
+    Call the model with the shard inside the context; backward may run outside of it. Without attentions or mixers in the plan,
+    the batch is not changed.
 
     Args:
         plan: the plan that the model was parallelized with; ``None``: it was not, as a manager leaves it in one process.
@@ -168,7 +168,7 @@ def context_parallel(
 
 def share_batch(plan: ShardingPlan, rank: int, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the part of a batch that a rank of `cp` has; see :func:`context_parallel`."""
-    if not plan.attentions:
+    if not (plan.attentions or plan.mixers):
         return dict(batch)
     cp = plan.layout.size("cp")
     whole = {name: tensor for name, tensor in batch.items() if tensor is not None}
@@ -209,7 +209,7 @@ def share_batch(plan: ShardingPlan, rank: int, batch: Mapping[str, torch.Tensor]
 def join_sequences(plan: ShardingPlan, mesh: ParallelMesh, part: torch.Tensor) -> torch.Tensor:
     """Return values of whole sequences [batch, length, ...] from each rank's part, without gradient. All of `cp` call it."""
     ranks = mesh["cp"].size()
-    if not plan.attentions or ranks == 1:
+    if not (plan.attentions or plan.mixers) or ranks == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(ranks)]
     dist.all_gather(parts, part.contiguous(), group=mesh["cp"].get_group())
@@ -225,7 +225,13 @@ def join_sequences(plan: ShardingPlan, mesh: ParallelMesh, part: torch.Tensor) -
 
 def sequences_of(position_ids: torch.Tensor | None) -> Sequences | None:
     """Return the whole sequences that a shard's ``position_ids`` are a part of; ``None``: these are not those of a shard."""
-    return None if position_ids is None else vars(position_ids).get(_SEQUENCES)
+    if position_ids is None:
+        return None
+    whole = position_ids._base  # a model may repeat positions for axes of its rotary embedding, and take the first of them
+    if _SEQUENCES in vars(position_ids) or whole is None:
+        return vars(position_ids).get(_SEQUENCES)
+    same = whole.shape == position_ids.shape and whole.stride() == position_ids.stride()
+    return vars(whole).get(_SEQUENCES) if same and whole.data_ptr() == position_ids.data_ptr() else None
 
 
 def carry_sequences_to(source: torch.Tensor, copy: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ from meshwright.errors import PlanError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.canvas_columns import flat, own_columns
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
-from meshwright.plan.axes.context import FUNCTION
+from meshwright.plan.axes.context.sharing import FUNCTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

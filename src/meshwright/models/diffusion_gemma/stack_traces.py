@@ -15,13 +15,13 @@ from meshwright.errors import Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.diffusion_gemma.masks import window_of
 from meshwright.models.diffusion_gemma.model import ATTENTIONS, three_passes
-from meshwright.models.reading.context import AttentionTracer
+from meshwright.models.reading.context.attention_calls import AttentionTracer
 from meshwright.models.reading.model_traces import ModelTraces
 from meshwright.models.reading.tracing import Attention, attributes, traced
 from meshwright.models.specs.derived import base_of_peft
 from meshwright.plan.given.attentions import Attentions, unknown_argument
 from meshwright.plan.given.spec import ExpertsRule
-from meshwright.plan.result.context import CanvasFacts
+from meshwright.plan.result.context.attention_rows import CanvasFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshwright.models.reading.context import trace_attentions
+from meshwright.models.reading.context.attention_calls import trace_attentions
+from meshwright.models.reading.context.mixers_of_model import trace_mixers
 from meshwright.models.reading.fused_matrices import trace_fused
 from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
@@ -13,6 +14,7 @@ from meshwright.models.reading.router_choices import count_choices
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
 from meshwright.plan.given.attentions import Attentions
+from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ExpertsRule
@@ -38,6 +40,7 @@ class ModelTraces(Traces):
 
     def __init__(self, model: "PreTrainedModel", experts: Sequence[ExpertsRule] = (), *, counts_runs: bool = True) -> None:
         self.model, self.experts, self.counts_runs = model, experts, counts_runs
+        self._mixers: dict[int, Mapping[str, MixerShare]] = {}
         self._found: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def _once(self, question: str, layers: Sequence[str], trace: Callable[..., T]) -> T:
@@ -50,8 +53,14 @@ class ModelTraces(Traces):
 
     @cached_property
     def attentions(self) -> Attentions:
-        """See :func:`~meshwright.models.reading.context.trace_attentions`."""
+        """See :func:`~meshwright.models.reading.context.attention_calls.trace_attentions`."""
         return trace_attentions(self.model, self.experts)
+
+    def mixers(self, ranks: int) -> Mapping[str, MixerShare]:
+        """See :func:`~meshwright.models.reading.context.mixers_of_model.trace_mixers`."""
+        if ranks not in self._mixers:
+            self._mixers[ranks] = trace_mixers(self.model, self.experts, self.attentions.states, ranks)
+        return self._mixers[ranks]
 
     @cached_property
     def head(self) -> HeadFacts:

@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError, ModelError, Problems, Refusal, descri
 from meshwright.models import heads
 from meshwright.models.model_config import AdapterConfig, ModelConfig
 from meshwright.paths import mistaken, no_directory
-from meshwright.plan.axes.context import is_flash
+from meshwright.plan.axes.context.sharing import is_flash
 from meshwright.plan.given.names import within
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from meshwright.plan.axes.context import context_bytes, context_counts
+from meshwright.plan.axes.context.sharing import context_bytes, context_counts
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
 from meshwright.plan.axes.experts import expert_parallel_bytes, expert_parallel_counts
 from meshwright.plan.axes.pipeline.stage_plan import pipeline_messages, stages_of_rank

@@ -64,10 +64,12 @@ class Attentions:
 
     Attributes:
         rows: its attentions, in the order in which they run.
-        problems: what mixes tokens outside of them, or why this cannot be known.
+        problems: what mixes tokens outside of them and of mixers, or why this cannot be known.
         kernel: what they compute with, the value of ``attn_implementation``.
+        states: (name of a mixer, what mixes tokens in it), for each module that does so between linear layers of its own.
     """
 
     rows: tuple[AttentionFacts, ...]
     problems: tuple[str, ...] = ()
     kernel: str = ""
+    states: tuple[tuple[str, str], ...] = ()

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.given.attentions import Attentions
+from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.update.matrices import Apart
@@ -57,6 +58,14 @@ class Traces:
     def attentions(self) -> Attentions | None:
         """The attentions, for context parallel; ``None``: unknown, so ranks cannot share a sequence."""
         return None
+
+    def mixers(self, ranks: int) -> Mapping[str, MixerShare]:
+        """How the heads of mixers, which carry a state along the sequence, divide over ranks, by name; none: unknown.
+
+        Args:
+            ranks: number of ranks, above 1.
+        """
+        return {}
 
     @property
     def head(self) -> HeadFacts | None:

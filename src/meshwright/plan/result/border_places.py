@@ -13,7 +13,7 @@ from enum import StrEnum
 from torch import nn
 
 from meshwright.layout import AXES
-from meshwright.plan.axes.context import positions_of
+from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.given.names import holder_of, inside, within
 from meshwright.plan.result.sharding_plan import ADDED, ShardingPlan, UnitRow

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.layout import Layout
+from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import within
 from meshwright.plan.given.options import DTYPES, NF4, NF4_BLOCK, ParallelOptions
 from meshwright.plan.result.action_values import describe, read_action, read_row, read_tuples, values_of
@@ -59,6 +60,7 @@ class ShardingPlan:
         tensor_parallel: one row for each module that computes with slices or has a move; empty if ``tp`` is 1.
         experts: one row for each mixture of experts.
         attentions: one row for each attention that uses the attention function of context parallel; empty: none does.
+        mixers: one row for each mixer whose heads the ranks of ``cp`` divide; empty if ``cp`` is 1.
         stages: one row for each pipeline stage, in the order of the model; empty if ``pp`` is 1.
         loss: the loss, if it is computed in chunks; ``None``: from all logits at once.
         tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model`` or ``derived``.
@@ -85,6 +87,7 @@ class ShardingPlan:
     flags_of_use: bool = False
     remarks: tuple[str, ...] = ()
     program: tuple[Action, ...] = ()
+    mixers: tuple[MixerShare, ...] = ()
 
     @property
     def fsdp_units(self) -> tuple[UnitRow, ...]:
@@ -148,6 +151,7 @@ class ShardingPlan:
             "tensor_parallel": [asdict(row) for row in self.tensor_parallel],
             "experts": [asdict(row) for row in self.experts],
             "attentions": [asdict(row) for row in self.attentions],
+            **({"mixers": [asdict(row) for row in self.mixers]} if self.mixers else {}),
             "stages": [asdict(row) for row in self.stages],
             "loss": None if self.loss is None else asdict(self.loss),
             "tp_level": self.tp_level,
@@ -170,8 +174,11 @@ class ShardingPlan:
         sliced = tuple(read_row(TensorParallelRow, item) for item in content.get("tensor_parallel", []))
         experts = tuple(read_row(ExpertsRow, item) for item in content.get("experts", []))
         attentions = tuple(read_row(AttentionRow, item) for item in content.get("attentions", []))
+        mixers = tuple(read_row(MixerShare, item) for item in content.get("mixers", []))
         loss = read_row(LossRow, content["loss"]) if content.get("loss") else None
-        rows = {(type(own), own.name): own for own in (*units, *sliced, *experts, *attentions, *([loss] if loss else []))}
+        rows = {
+            (type(own), own.name): own for own in (*units, *sliced, *experts, *attentions, *mixers, *([loss] if loss else []))
+        }
         return cls(
             family=content["family"],
             layout=Layout(**content["layout"]),
@@ -189,6 +196,7 @@ class ShardingPlan:
             flags_of_use=content.get("flags_of_use", False),
             remarks=tuple(content.get("remarks", [])),
             program=tuple(read_action(item, rows) for item in content.get("program", [])),
+            mixers=mixers,
         )
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
@@ -201,6 +209,7 @@ class ShardingPlan:
             *row_differences("tensor parallel", self.tensor_parallel, other.tensor_parallel),
             *row_differences("experts", self.experts, other.experts),
             *row_differences("attention", self.attentions, other.attentions),
+            *row_differences("mixer", self.mixers, other.mixers),
             *row_differences("pipeline", self.stages, other.stages),
             *row_differences("loss", *([plan.loss] if plan.loss else [] for plan in (self, other))),
         ]

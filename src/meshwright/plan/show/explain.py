@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from meshwright.plan.axes.context import gathered_bytes, unevenness
+from meshwright.plan.axes.context.sharing import gathered_bytes, unevenness
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
 from meshwright.plan.axes.experts import expert_parallel_counts
 from meshwright.plan.axes.pipeline.replay import replay_of_plan
@@ -20,6 +20,7 @@ from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
+from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import generalize
 from meshwright.plan.result.action_values import describe
 from meshwright.plan.result.sharding_plan import (
@@ -30,11 +31,12 @@ from meshwright.plan.result.sharding_plan import (
     TensorParallelRow,
     UnitRow,
 )
+from meshwright.plan.show.context.mixer_table import mixer_table
 from meshwright.plan.show.summary import human_bytes, summary
 
 __all__ = ["PARAMETER_COLUMNS", "UNIT_COLUMNS", "explain", "explain_program", "folded", "parameter_cells", "unit_cells"]
 
-Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow, ExpertsRow, AttentionRow)
+Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow, ExpertsRow, AttentionRow, MixerShare)
 
 
 def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) -> RenderableType:
@@ -52,6 +54,8 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
         tables.append(_experts(plan, full))
     if plan.attentions:
         tables.append(_attentions(plan, full))
+    if plan.mixers:
+        tables.append(mixer_table(plan, full, folded))
     if parameters:
         tables.append(_parameters(plan, full))
     return Group(*tables, *(escape(f"- {remark}") for remark in plan.remarks))
@@ -254,7 +258,7 @@ def folded(rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: b
     ]
 
 
-def _label(row: ParameterRow | UnitRow | TensorParallelRow | ExpertsRow | AttentionRow) -> str:
+def _label(row: ParameterRow | UnitRow | TensorParallelRow | ExpertsRow | AttentionRow | MixerShare) -> str:
     if isinstance(row, ParameterRow) and row.aliases:
         return f"{row.name} = {', '.join(row.aliases)}"
     return row.name

@@ -181,6 +181,7 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         "units": _digest(sorted(shapes)),
         "loss": "whole" if plan.loss is None else "in chunks",
         **({"context_parallel": _attention(plan)} if plan.attentions else {}),
+        **({"mixers": _mixers(plan)} if plan.mixers else {}),
         **({"pipeline": _pipeline(plan)} if plan.stages else {}),
     }
 
@@ -200,6 +201,17 @@ def _attention(plan: ShardingPlan) -> str:
     rows = {(row.method, row.kernel, row.causal, row.window is None, row.sinks, row.recompute) for row in plan.attentions}
     balance = f"{plan.options.context_balance}, " if plan.layout.size("cp") > 1 else ""
     return balance + _digest(sorted(map(str, rows)))
+
+
+def _mixers(plan: ShardingPlan) -> str:
+    """Return how heads of mixers are exchanged: what opens and closes them, and where several ranks need the same."""
+    cp = plan.layout.size("cp")
+    rows = set()
+    for row in plan.mixers:
+        openings = [(name, [copies == cp for _, copies in pieces]) for name, pieces in row.openings]
+        parts = [(name, dim) for name, dim, _ in row.slices]
+        rows.add(str((openings, row.after, row.paths, row.closing, parts, [name for name, _ in row.values])))
+    return f"{plan.options.context_balance}, {_digest(sorted(rows))}"
 
 
 # -- the model ----------------------------------------------------------------------------------------------------------------

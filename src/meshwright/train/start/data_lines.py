@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwright.data.rows.columns import ROUTED_EXPERTS
 from meshwright.errors import number_of
-from meshwright.plan.axes.context import unevenness
+from meshwright.plan.axes.context.sharing import unevenness
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup
 

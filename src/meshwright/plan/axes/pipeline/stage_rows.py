@@ -63,6 +63,7 @@ def _rows_of_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan
         tensor_parallel=tuple(row for row in plan.tensor_parallel if here(row.module)),
         experts=tuple(row for row in plan.experts if here(row.module)),
         attentions=tuple(row for row in plan.attentions if here(row.module)),
+        mixers=tuple(row for row in plan.mixers if here(row.module)),
         program=(),
     )
 

@@ -18,9 +18,11 @@ from torch import nn
 
 from meshwright.errors import Problems, Refusal
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.reading.context.mixer_calls import linear_layers
 from meshwright.models.reading.token_dimension import TokenDimension
 from meshwright.models.reading.tracing import RULE, Attention, Inputs, Labels, Operator, Tracer, traced
 from meshwright.plan.given.attentions import AttentionFacts, Attentions, unknown_argument
+from meshwright.plan.given.names import holder_of, within
 from meshwright.plan.given.spec import ExpertsRule
 
 if TYPE_CHECKING:
@@ -48,7 +50,26 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     found, why = traced(model, experts, AttentionTracer, ("cpu", "meta"))
     if found is None:
         return Attentions((), (Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
-    return Attentions(tuple(found.rows.values()), tuple(dict.fromkeys(found.problems)), compat.attention_of(model))
+    states, problems = _in_mixers(model, found)
+    return Attentions(tuple(found.rows.values()), tuple(dict.fromkeys(problems)), compat.attention_of(model), states)
+
+
+def _in_mixers(model: nn.Module, found: "AttentionTracer") -> tuple[tuple[tuple[str, str], ...], Problems]:
+    """Return what mixes tokens inside of mixers, one problem for each, and all problems of other modules.
+
+    A mixer is the innermost module around it that has linear layers at both borders, if no attention is in it.
+    """
+    states: dict[str, Refusal] = {}
+    problems = Problems(found.problems)
+    for module, problem in found.mixing:
+        name = module
+        while name and len(linear_layers(model.get_submodule(name))) < 2:
+            name = holder_of(name)
+        if not name or any(within(row, (name,)) for row in found.rows):
+            problems.append(problem)
+        else:
+            states.setdefault(name, problem)
+    return tuple(states.items()), problems
 
 
 def _unfit_rotary(model: nn.Module) -> list[Refusal]:
@@ -76,6 +97,7 @@ class AttentionTracer(Tracer):
         self.tokens = TokenDimension(inputs.positions.shape[1])
         self.rows: dict[str, AttentionFacts] = {}
         self.problems = Problems()
+        self.mixing: list[tuple[str, Refusal]] = []
         self._own_positions = Labels()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
 
@@ -88,7 +110,7 @@ class AttentionTracer(Tracer):
             problem = Refusal(
                 "cp.attention", f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.tokens.length} tokens"
             )
-        if not problem and options.get("position_ids") is not self.inputs.positions:
+        if not problem and not _same_entries(options.get("position_ids"), self.inputs.positions):
             problem = Refusal(
                 "cp.positions", "does not get the position_ids of the batch, which say where its tokens are in the sequence"
             )
@@ -129,10 +151,23 @@ class AttentionTracer(Tracer):
             self._own_positions.put(results)
         elif self.tokens.mixed(operator):
             code = "cp.state" if operator.name.startswith(_MOVES) else "cp.mixes_tokens"
-            self._report(code, "mixes tokens outside of an attention", operator)
+            self.mixing.append((operator.module, _problem(code, "mixes tokens outside of an attention", operator)))
 
     def _report(self, code: str, what: str, operator: Operator) -> None:
-        self.problems.add(code, f"{operator.module or 'the model'!r} {what} ({operator.function})")
+        self.problems.append(_problem(code, what, operator))
+
+
+def _problem(code: str, what: str, operator: Operator) -> Refusal:
+    return Refusal(code, f"{operator.module or 'the model'!r} {what} ({operator.function})")
+
+
+def _same_entries(tensor: Any, other: torch.Tensor) -> bool:
+    """Return whether a value is a tensor, or a view of it that has the same entries in the same places of memory."""
+    if tensor is other or not isinstance(tensor, torch.Tensor):
+        return tensor is other
+    base = other if other._base is None else other._base
+    places = ((own.shape, own.stride(), own.storage_offset()) for own in (tensor, other))
+    return tensor._base is base and len(set(places)) == 1
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:

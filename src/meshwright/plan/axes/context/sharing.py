@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.errors import Problems, Refusal, coded, number_of
 from meshwright.layout import divisors
+from meshwright.plan.axes.context.mixers import mixer_bytes, mixer_counts
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
 from meshwright.plan.given.names import holder_of, without_repetition
 from meshwright.plan.given.options import ParallelOptions
-from meshwright.plan.result.context import CanvasFacts, CanvasRow, columns_of_rank
+from meshwright.plan.result.context.attention_rows import CanvasFacts, CanvasRow, columns_of_rank
 from meshwright.plan.result.program import Action, Assign, Attend
 from meshwright.plan.result.sharding_plan import AttentionRow, ShardingPlan, itemsize
 
@@ -89,12 +90,14 @@ def resolve_attentions(draft: Draft) -> Found[tuple[AttentionRow, ...]]:
     There are none if `cp` is 1, except for packed documents of a family whose own masks let them see each other.
     """
     options, cp, problems = draft.options, draft.layout.size("cp"), Problems()
+    attentions = draft.model.traces.attentions if cp > 1 or options.packed else None
     if cp == 1:
         default = ParallelOptions()
         for name in ("context_parallel", "context_balance", "context_recompute"):
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
                 problems.add("cp.option", f"{name}={chosen}: needs cp > 1; the legal value is {legal}")
-        kept_apart = options.packed and draft.structure.leaks_documents and not _refusals(draft)
+        carried = attentions is not None and attentions.states  # a state is carried from one document to the next
+        kept_apart = options.packed and draft.structure.leaks_documents and not carried and not _refusals(draft)
         # If they are not kept apart, the check of boundaries refuses documents that see each other.
         return Found(_rows(draft) if kept_apart else (), problems)
     if draft.spec.twins and not _knows_canvases(draft):
@@ -158,7 +161,7 @@ def _refusals(draft: Draft) -> Problems:
         refused.add(
             "cp.kernel", f"attn_implementation={attentions.kernel!r} is not supported; legal are {legal} and flash_attention_2"
         )
-    if not attentions.rows and not refused:
+    if not attentions.rows and not attentions.states and not refused:
         refused.add("cp.no_attention", f"{draft.spec.family} has no attention")
     return refused
 
@@ -244,6 +247,7 @@ def context_counts(plan: ShardingPlan) -> Counter[str]:
     if plan.options.balance_loss:  # loads of the whole sequence
         counts["all_reduce"] += sum(1 for row in plan.experts if row.router)
     counts["all_reduce"] += plan.options.objective_sums
+    counts.update(mixer_counts(plan))
     for row in plan.attentions:
         forwards, backwards = plan.runs(row.module)
         if row.method is ContextMethod.RING:
@@ -266,7 +270,7 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
         plan: the plan.
         tokens: number of tokens of a microbatch that a rank has.
     """
-    cp, sizes = plan.layout.size("cp"), Counter[str]()
+    cp, sizes = plan.layout.size("cp"), mixer_bytes(plan, tokens)
     for row in plan.attentions:
         (forwards, backwards), item = plan.runs(row.module), _itemsize(plan)
         keys = (tokens + _columns(plan, row, tokens)) * row.kv_heads * (row.key_size + row.value_size) * item

@@ -1,0 +1,181 @@
+"""Calls of one mixer with values: random ones, of few tokens, on the CPU.
+
+A mixer is a module that carries a state along the sequence. Its linear layers are replaced for a call, so it needs none of
+their matrices; what is between them has random values of its true shapes. So this works for a model that has no values, and the
+depth of a model does not count: a call takes some milliseconds for each mixer of another kind.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from meshwright.models.reading.tracing import attributes, tensors_in
+from meshwright.plan.given.hidden_argument import Argument, value_of, with_argument
+
+__all__ = ["Linear", "MixerCalls", "Numbers", "counting", "linear_layers"]
+
+Linear = Callable[[str, list[torch.Tensor]], torch.Tensor]
+"""What stands for a linear layer: its name and its input [[rows, tokens, features]] to its output. A norm may have several."""
+
+_FEW = 16
+"""Tokens of a chunk. A scan in chunks computes the same in chunks of another size, and takes memory by its square."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The attributes of a module that are whole numbers above 1, under the name of the module in the mixer."""
+
+    module: nn.Module
+    prefix: str
+    values: Mapping[str, int]
+
+
+class MixerCalls:
+    """One mixer, and what it was called with in a trace.
+
+    Args:
+        mixer: the module, on any device. It is not changed.
+        name: its name, for messages.
+        hidden: its argument for the hidden state.
+        args: its positional arguments in a trace, without values.
+        kwargs: so its others.
+        lowest: the smallest of the random values, which are up to 1 larger.
+    """
+
+    def __init__(self, mixer: nn.Module, name: str, hidden: Argument, args: Any, kwargs: Any, lowest: float = 0.1) -> None:
+        self.mixer, self.name, self.hidden = mixer, name, hidden
+        self.linear = linear_layers(mixer)
+        self._lowest, self._generator = lowest, torch.Generator().manual_seed(0)
+        self._args, self._kwargs = self.valued((args, dict(kwargs)))
+        self.tokens = value_of(hidden, self._args, self._kwargs, name).shape[1]
+        self._chunks = {
+            own: _FEW for own, value in vars(mixer).items() if "chunk" in own and type(value) is int and value > _FEW
+        }
+
+    def valued(self, tree: Any) -> Any:
+        """Return nested containers with tensors of other values, on the CPU."""
+        return tree_map_only(torch.Tensor, self._random, tree)
+
+    def _random(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+        return self.random(*tensor.shape)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Return random numbers of a shape, in float64."""
+        return torch.rand(shape, generator=self._generator, dtype=torch.float64) + self._lowest
+
+    def between(self) -> dict[str, torch.Tensor]:
+        """Return what the mixer holds beside its linear layers, by name: random numbers for all of floating point."""
+        named = [*self.mixer.named_parameters(), *self.mixer.named_buffers()]
+        own = {name: tensor for name, tensor in named if not any(name.startswith(f"{linear}.") for linear in self.linear)}
+        return {name: self._random(tensor) for name, tensor in own.items() if tensor.is_floating_point()}
+
+    def numbers(self) -> list[Numbers]:
+        """Return the numbers of the mixer, and of the modules in it that are no linear layers."""
+        found = []
+        for name, module in self.mixer.named_modules():
+            if any(f"{name}.".startswith(f"{linear}.") for linear in self.linear):
+                continue
+            own = {
+                key: value
+                for key, value in vars(module).items()
+                if type(value) is int and value > 1 and "chunk" not in key and not key.startswith("_")
+            }
+            found.append(Numbers(module, f"{name}." if name else "", own))
+        return found
+
+    def run(
+        self,
+        linear: Linear,
+        tensors: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor | None = None,
+        *,
+        training: bool = True,
+        beside: Any = None,
+        also: str = "",
+    ) -> Any:
+        """Call the mixer, and return what it returns.
+
+        Args:
+            linear: stands for its linear layers.
+            tensors: its parameters and buffers beside them.
+            hidden: the hidden state [rows, tokens, features]; ``None``: that of the trace, with values.
+            training: whether the mixer itself trains. Parts of it are as they are.
+            beside: ``(args, kwargs)`` in place of those of the trace.
+            also: a module that is replaced like a linear layer; empty: none.
+        """
+        args, kwargs = (self._args, self._kwargs) if beside is None else beside
+        if hidden is not None:
+            args, kwargs = with_argument(self.hidden, args, kwargs, lambda _: hidden, self.name)
+        names = [*self.linear, *([also] if also and also not in self.linear else [])]
+        changes = [(self.mixer.get_submodule(name), {"forward": _Stub(linear, name)}) for name in names]
+        with ExitStack() as stack:
+            stack.enter_context(attributes(changes))
+            stack.enter_context(attributes([(self.mixer, {"training": training, **self._chunks})]))
+            return torch.func.functional_call(self.mixer, dict(tensors), args, kwargs)
+
+    def given(self) -> torch.Tensor:
+        """Return the hidden state of the trace [rows, tokens, features], with values."""
+        hidden: torch.Tensor = value_of(self.hidden, self._args, self._kwargs, self.name)
+        return hidden
+
+    def others(self) -> Any:
+        """Return the arguments of a call with other values."""
+        return tree_map_only(
+            torch.Tensor, lambda own: own * 2 if own.is_floating_point() else own.logical_not().to(own.dtype),
+            (self._args, self._kwargs),
+        )  # fmt: skip
+
+
+class _Stub:
+    """Stands for the forward of a module: passes its floating-point tensors on, in the order of a call."""
+
+    def __init__(self, linear: Linear, name: str) -> None:
+        self.linear, self.name = linear, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.linear(self.name, [item for item in tensors_in((args, kwargs)) if item.is_floating_point()])
+
+
+def linear_layers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the outermost linear layers in a module, by name, to the numbers of features that enter and leave.
+
+    A linear layer with an adapter around it is one.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for name, own in module.named_modules():
+        if any(name.startswith(f"{other}.") for other in found):
+            continue
+        base = getattr(own, "base_layer", own)
+        if isinstance(base, nn.Linear):
+            found[name] = (base.in_features, base.out_features)
+    return found
+
+
+@contextmanager
+def counting(numbers: list[Numbers], choose: Callable[[str, int], int]) -> Iterator[None]:
+    """Inside, modules read their numbers from a function of name and value."""
+    before = [type(own.module) for own in numbers]
+    try:
+        for own, kind in zip(numbers, before, strict=True):
+            own.module.__class__ = _reader(kind, own, choose)
+        yield
+    finally:
+        for own, kind in zip(numbers, before, strict=True):
+            own.module.__class__ = kind
+
+
+def _reader(kind: type[nn.Module], numbers: Numbers, choose: Callable[[str, int], int]) -> type[nn.Module]:
+    """Return a class whose objects read some attributes from a function. The class of a module is changed for a call alone."""
+    read, prefix = numbers.values, numbers.prefix
+
+    def get(self: nn.Module, name: str) -> Any:
+        return choose(prefix + name, read[name]) if name in read else kind.__getattribute__(self, name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": get, "__module__": kind.__module__})

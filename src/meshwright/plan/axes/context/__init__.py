@@ -1,0 +1,1 @@
+"""What a plan decides of sequences that the ranks of `cp` share."""

@@ -1,0 +1,1 @@
+"""The facts of a model that only context parallel needs."""

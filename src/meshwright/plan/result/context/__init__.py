@@ -1,0 +1,1 @@
+"""What a plan with context parallel alone has an action for."""

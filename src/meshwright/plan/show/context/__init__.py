@@ -1,0 +1,1 @@
+"""What is shown of plans with context parallel alone."""

@@ -1,0 +1,126 @@
+"""Audits of mixers whose heads the ranks of `cp` divide; and bugs of such exchanges, planted on the ranks."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maintain.cells import LAYOUTS, Variant, family_case
+from meshwright.audit.causes.findings import Kind
+from meshwright.audit.conduct import Auditor
+from meshwright.audit.ranks import RankTrainer
+from meshwright.distributed.context import share_heads as heads
+from meshwright.plan.given.closed_choices import ContextBalance, SyncPolicy
+from meshwright.plan.result.context.heads_action import ShareHeads
+
+MIXER = "model.layers.0.mixer"
+PLACES = {place.label: place for place in LAYOUTS}
+VARIANT = Variant(SyncPolicy.REDUCE_EACH, "float64", 2, False, False)
+
+
+@pytest.fixture(scope="module")
+def auditor() -> Iterator[Auditor]:
+    with Auditor() as auditor:
+        yield auditor
+
+
+@pytest.mark.parametrize(
+    ("label", "options"),
+    [
+        ("cp 2", {}),
+        *(
+            pytest.param(label, options, marks=pytest.mark.thorough)
+            for label, options in (
+                ("cp 4", {}),
+                ("cp 2", {"context_balance": "contiguous", "activation_checkpointing": "full"}),
+                ("cp 2 x shard 2", {}),
+                ("cp 2 x tp 2", {}),
+                ("cp 2 x ep 2", {}),
+                ("pp 2 x cp 2", {}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_heads_of_mixers_over_ranks(auditor: Auditor, tmp_path: Path, label: str, options: dict[str, Any]) -> None:
+    place = PLACES[label]
+    case = family_case("nemotron_h", place, VARIANT, tmp_path, packing="pad", **options)
+    report = auditor.audit(case, place.world_size)
+    assert report.passed, report.verdict
+    assert report.worst_gradient < 1e-12
+
+
+def shared_otherwise(trainer: RankTrainer, change: Callable[[ShareHeads], ShareHeads]) -> None:
+    """Mixers do something else than their actions say."""
+    for action in trainer.setup.plan.program:
+        if isinstance(action, ShareHeads):
+            del trainer.model.get_submodule(action.module).forward  # the class's own comes back
+            heads.share_heads(trainer.model, change(action), trainer.mesh)
+
+
+def columns_of_heads_swapped(trainer: RankTrainer) -> None:
+    """B and C of all groups are taken for one piece: a rank has B of each group, and another one C."""
+
+    def change(action: ShareHeads) -> ShareHeads:
+        ((name, (gate, values, keys, queries, steps)),) = action.row.openings
+        together = (keys[0] + queries[0], 1)
+        return replace(action, row=replace(action.row, openings=((name, (gate, values, together, steps)),)))
+
+    shared_otherwise(trainer, change)
+
+
+def groups_of_one_rank_alone(trainer: RankTrainer) -> None:
+    """B and C go to all ranks that need them, and the gradients of one of them come back."""
+
+    def copied(blocks: torch.Tensor, copies: int) -> torch.Tensor:
+        return torch.stack([blocks, *[blocks.detach()] * (copies - 1)], 3).flatten(2, 3)
+
+    heads._copied = copied
+
+
+def tokens_in_the_order_of_ranks(trainer: RankTrainer) -> None:
+    """The state goes through the tokens in the order in which ranks have them, and not in that of the sequence."""
+    shared_otherwise(trainer, lambda action: replace(action, balance=ContextBalance.CONTIGUOUS))
+
+
+def state_of_the_row_before(trainer: RankTrainer) -> None:
+    """The last tokens of a row reach the first of the next one, as where documents are packed and nobody tells the mixer."""
+    mixer = trainer.model.get_submodule(MIXER)
+    inner = mixer.forward
+
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = inner(hidden, *args, **kwargs)
+        return output + 0.1 * output.roll(1, 0)
+
+    mixer.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("plant", "model", "kind", "words"),
+    [
+        (columns_of_heads_swapped, {}, Kind.FORWARD, f"forward diverges in {MIXER}: its inputs agree, its output is off by"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (
+                    groups_of_one_rank_alone,
+                    {"n_groups": 1},
+                    Kind.BACKWARD,
+                    f"backward diverges in {MIXER}: the gradient of its",
+                ),
+                (tokens_in_the_order_of_ranks, {}, Kind.FORWARD, f"forward diverges in {MIXER}: its inputs agree, its output"),
+                (state_of_the_row_before, {}, Kind.FORWARD, f"forward diverges in {MIXER}: its inputs agree, its output"),
+            )
+        ),
+    ],
+)
+def test_bugs_are_named_with_their_layer(
+    auditor: Auditor, tmp_path: Path, plant: Callable[..., None], model: dict[str, Any], kind: Kind, words: str
+) -> None:
+    case = family_case("nemotron_h", PLACES["cp 2"], VARIANT, tmp_path, packing="pad", model=model, context_balance="zigzag")
+    report = auditor.audit(case, 2, plants=[plant])
+    assert not report.passed
+    assert (report.findings[0].kind, words in report.findings[0].message) == (kind, True), report.verdict
