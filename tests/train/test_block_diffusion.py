@@ -52,7 +52,11 @@ def test_a_resumed_run_repeats_its_noise(finished: RunConfig, tiny: Tiny) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("changes", [(), ("training.microbatch_size=1",)], ids=["as it is", "smaller microbatches"])
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("training.microbatch_size=1",), ("layout.cp=2", "layout.dp_shard=1")],
+    ids=["as it is", "smaller microbatches", "shared sequences"],
+)
 def test_another_layout_puts_the_same_noise_on_the_same_sequences(finished: RunConfig, tiny: Tiny, changes: Any) -> None:
     other = tiny(*RUN, *EVERY, *changes)
     assert train(other, 2) == pytest.approx(losses(finished), abs=2e-4)
