@@ -204,7 +204,7 @@ def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
         with refuses(PlanError, "cp.heads") as caught:
             planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=ranks))
         assert f"legal values of cp are {legal}" in str(caught.value)
-    with pytest.raises(PlanError, match="'model.layers.0.linear_attn.in_proj_ba' has the style colwise"):
+    with pytest.raises(PlanError, match=r"in_proj_ba' has the style colwise"):
         planned(hybrid("qwen3_next", meta=True), Layout(dp_shard=1, cp=2, tp=2), tp_plan=SLICED)
 
 
