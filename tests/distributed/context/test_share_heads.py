@@ -203,9 +203,8 @@ def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
         with refuses(PlanError, "cp.heads") as caught:
             planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=ranks))
         assert f"legal values of cp are {legal}" in str(caught.value)
-    with refuses(PlanError, "cp.state") as caught:
+    with pytest.raises(PlanError, match="is split over tp"):
         planned(hybrid("kimi_linear", meta=True), Layout(dp_shard=1, cp=2, tp=2), tp_plan=SLICED)
-    assert "tp slices 'model.layers.0.self_attn.g_a_proj'" in str(caught.value)
 
 
 def test_documents_that_a_mixer_would_be_told_of_in_parts_are_refused() -> None:
