@@ -21,6 +21,7 @@ from typing import Any
 
 from maintain.cells import LAYOUTS, PROOFS, SEQUENCE_LENGTH, STEPS, Cell, Outcome, Place, audited
 from maintain.default_configs import MISSING_DEFAULTS, model_types
+from maintain.kept import Rows, case_digest, is_current, read_rows, row_of, write_rows
 from maintain.reasons import EXPLAINED, reason_of
 from maintain.variants import flipped, parsed, variants_of, written
 from meshwright.audit.case import Case
@@ -30,9 +31,7 @@ from meshwright.audit.ready import make_ready
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig
-from meshwright.train.proofs.claim import versions
-from meshwright.train.proofs.own_code import package_digest
-from meshwright.train.proofs.shipped_cells import COVERAGE, CellProof, cell_data, cells_as_text, cells_from_text
+from meshwright.train.proofs.shipped_cells import COVERAGE
 
 __all__ = ["COLUMNS", "part_of", "run_of", "write_coverage"]
 
@@ -166,8 +165,8 @@ def write_coverage(
 ) -> bool:
     """Audit model types or variants on the columns, and write the page and its data, which `plan` and `train` read too.
 
-    Each finished cell is written to ``DATA.*.partial`` at once. A job that was interrupted continues from there, with the same
-    versions and code. Cells of other model types stay as they are in the data.
+    A cell is audited if it was not, if the code that it runs through has changed since, or if it failed. Each one is written at
+    once, so that a job that was interrupted goes on. Cells of other model types stay as they are in the data.
 
     Args:
         page: path of the page.
@@ -180,23 +179,18 @@ def write_coverage(
         Whether no cell failed. A refusal is no failure.
     """
     begun, chosen = time.perf_counter(), list(model_types() if types is None else types)
-    partial = data.with_name(f"{data.name}.{package_digest()}.partial")
-    before, done = _read(data), _read(partial)
+    rows = read_rows(data)
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-coverage-") as folder, _quiet():
         for model_type in chosen:
             for place in places:
-                at = (model_type, place.label)
-                if at in done and done[at]["outcome"] != Outcome.FAILS:
-                    continue
-                done[at] = _row(*at, _cell(auditor, model_type, place, Path(folder)))
-                _write(partial, done)
-            outcomes = ", ".join(f"{place.label} {done[model_type, place.label]['outcome']}" for place in places)
+                at, case = (model_type, place.label), case_digest(place)
+                if at not in rows or not is_current(rows[at], case):
+                    rows[at] = row_of(*at, _cell(auditor, model_type, place, Path(folder)), case)
+                    write_rows(data, rows)
+            outcomes = ", ".join(f"{place.label} {rows[model_type, place.label]['outcome']}" for place in places)
             say(f"{model_type}: {outcomes} ({time.perf_counter() - begun:.0f} s)")
-    rows = {**before, **done}
-    _write(data, rows)
     page.write_text(_page(rows))
-    partial.unlink(missing_ok=True)
-    return all(row["outcome"] != Outcome.FAILS for row in rows.values())
+    return all(rows[model_type, place.label]["outcome"] != Outcome.FAILS for model_type in chosen for place in places)
 
 
 @contextmanager
@@ -209,32 +203,6 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(logging.NOTSET)
-
-
-# -- the data -----------------------------------------------------------------------------------------------------------------
-
-
-Rows = dict[tuple[str, str], dict[str, Any]]
-"""(model type or name of a variant, layout) to the values of a cell, as JSON has them."""
-
-
-def _row(model_type: str, label: str, cell: Cell) -> dict[str, Any]:
-    proof = CellProof(model_type, label, cell.note if cell.outcome is Outcome.FAILS else "", cell.claims)
-    code = {"code": cell.code} if cell.code else {}
-    return {**cell_data(proof), "outcome": str(cell.outcome), "worst": dict(cell.worst), "note": cell.note, **code}
-
-
-def _write(path: Path, rows: Rows) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(cells_as_text([row for _, row in sorted(rows.items())]))
-    path.with_suffix(".tmp").rename(path)
-
-
-def _read(path: Path) -> Rows:
-    """Return the rows of a file that was written with the same versions."""
-    content = cells_from_text(path.read_text()) if path.is_file() else {}
-    same = content.get("versions") == versions()
-    return {(row["family"], row["layout"]): row for row in content["cells"]} if same else {}
 
 
 # -- the page -----------------------------------------------------------------------------------------------------------------

@@ -6,23 +6,19 @@ From the root of the repository, an hour on two cores:
 """
 
 import argparse
-import json
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from maintain import objectives
 from maintain.cells import LAYOUTS, ON_EIGHT, PROOFS, VARIANTS, Cell, Outcome, Place, Variant, run_cell
+from maintain.kept import case_digest, cell_of, is_current, read_rows, row_of, write_rows
 from maintain.tiny import TINY_MODELS
 from meshwright.audit.conduct import Auditor
-from meshwright.train.proofs.claim import Claim, versions
-from meshwright.train.proofs.own_code import package_digest
-from meshwright.train.proofs.shipped_cells import MATRIX, CellProof, matrix_data
+from meshwright.train.proofs.shipped_cells import MATRIX
 
 __all__ = ["write_matrix"]
 
@@ -38,8 +34,8 @@ def write_matrix(
 ) -> bool:
     """Audit the matrix, and write its page and its data, from which `plan` and `train` read what is proven.
 
-    This takes an hour or more. The finished cells are kept in the file ``DATA.*.partial`` until all are finished. A matrix
-    that was interrupted continues from them, if versions, code and variants are the same. A cell that failed is audited again.
+    This takes an hour or more. A cell is audited if it was not, if the code that it runs through or its options have changed
+    since, or if it failed. Each one is written at once, so that a matrix that was interrupted goes on.
 
     Args:
         output: path of the page.
@@ -47,64 +43,31 @@ def write_matrix(
         families: the rows.
         places: the columns.
         variants: the options that each cell is audited with.
-        data: path of the data, JSON, see :func:`~meshwright.train.proofs.shipped_cells.matrix_data`.
+        data: path of the data, JSON.
 
     Returns:
         Whether no cell failed. A refusal is no failure.
     """
     begun = time.perf_counter()
-    partial = data.with_name(f"{data.name}.{package_digest()}.partial")
-    known, cells = _read_cells(partial, variants), {}
-    for file in (output, data):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    rows, cells = read_rows(data), {}
+    output.parent.mkdir(parents=True, exist_ok=True)
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
         for place in places:
             for family in families:
                 if place.experts and not TINY_MODELS[family].sparse:
                     continue
                 at = (family, place.label)
-                some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT]
-                cells[at] = known.get(at) or run_cell(auditor, family, place, some or variants, Path(folder))
-                partial.with_suffix(".tmp").write_text(_cells_as_json({**known, **cells}, variants))
-                partial.with_suffix(".tmp").rename(partial)
+                some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT] or variants
+                case = case_digest(TINY_MODELS[family], place, *some)
+                if at not in rows or not is_current(rows[at], case):
+                    rows[at] = row_of(*at, run_cell(auditor, family, place, some, Path(folder)), case)
+                    write_rows(data, rows)
+                cells[at] = cell_of(rows[at])
             outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
             counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
             say(f"{place.label}: {counts} ({time.perf_counter() - begun:.0f} s)")
-            output.write_text(_page(cells, families, places, variants))  # if this is interrupted, the page has what is known
-            data.write_text(_data(cells))
-    partial.unlink()
+    output.write_text(_page(cells, families, places, variants))
     return all(cell.outcome is not Outcome.FAILS for cell in cells.values())
-
-
-def _audited_under(variants: Sequence[Variant]) -> dict[str, Any]:
-    """Return what must be equal for two matrices to share cells: versions and variants."""
-    return {"versions": versions(), "variants": [str(variant) for variant in variants]}
-
-
-def _cells_as_json(cells: Mapping[tuple[str, str], Cell], variants: Sequence[Variant]) -> str:
-    done = [[*at, asdict(cell)] for at, cell in cells.items() if cell.outcome is not Outcome.FAILS]
-    return json.dumps({**_audited_under(variants), "cells": done})
-
-
-def _read_cells(partial: Path, variants: Sequence[Variant]) -> dict[tuple[str, str], Cell]:
-    """Return the cells that an earlier, interrupted matrix audited with the same versions and variants."""
-    content = json.loads(partial.read_text()) if partial.is_file() else {"cells": []}
-    cells: dict[tuple[str, str], Cell] = {}
-    if any(content.get(key) != value for key, value in _audited_under(variants).items()):
-        return cells
-    for family, label, cell in content["cells"]:
-        claims = tuple(Claim(**{**claim, "axes": tuple(claim["axes"])}) for claim in cell["claims"])
-        cells[family, label] = Cell(Outcome(cell["outcome"]), cell["worst"], cell["note"], claims, cell["code"])
-    return cells
-
-
-def _data(cells: Mapping[tuple[str, str], Cell]) -> str:
-    proofs = [
-        CellProof(family, label, cell.note if cell.outcome is Outcome.FAILS else "", cell.claims)
-        for (family, label), cell in cells.items()
-        if cell.claims
-    ]
-    return matrix_data(proofs)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -551,6 +552,56 @@ class _Unreduced:
 def keys_not_reduced(trainer: RankTrainer) -> None:
     own = attention_context(trainer)
     own["_meshwright_context"] = _Unreduced(own["_meshwright_context"])
+
+
+CANVAS_LAYER = "model.decoder.layers.1.self_attn"
+
+
+class _OverCanvas:
+    """Changes what an attention over a canvas computes with, on every rank."""
+
+    def __init__(self, inner: Any, rule: Callable[..., torch.Tensor] | None = None, keys: Any = None) -> None:
+        self.inner, self.action, self.rule, self.keys = inner, inner.action, rule, keys
+
+    def __call__(self, rule: Any, canvases: Any, query: Any, key: Any, value: Any, sinks: Any) -> torch.Tensor:
+        if self.rule is not None:
+            canvases = replace(canvases, rule=partial(self.rule, canvases.rule), _made={})
+        if self.keys is not None:
+            key, value = self.keys(canvases, key), self.keys(canvases, value)
+        return self.inner(rule, canvases, query, key, value, sinks)
+
+
+def over_canvas(trainer: RankTrainer, **changes: Any) -> None:
+    own = vars(trainer.model.get_submodule(CANVAS_LAYER))
+    own["_meshwright_context"] = _OverCanvas(own["_meshwright_context"], **changes)
+
+
+def block_sees_its_clean_copy(trainer: RankTrainer) -> None:
+    """The last column of each piece of a canvas sees all clean tokens: those of its block, and of later ones."""
+
+    def off(rule: Any, ask: range, positions: range, asked: range, window: int | None) -> torch.Tensor:
+        seen = rule(ask, positions, asked, window)
+        seen[..., -1:, : len(positions)] = True
+        return seen
+
+    over_canvas(trainer, rule=off)
+
+
+def keys_of_another_document(trainer: RankTrainer) -> None:
+    """Rank 0 sends the clean keys of the other sequence of its microbatch."""
+    if trainer.mesh.rank("cp") == 0:
+
+        def swapped(canvases: Any, keys: torch.Tensor) -> torch.Tensor:
+            clean = canvases.clean // 2
+            return torch.cat([keys[:, :, :clean].roll(1, 0), keys[:, :, clean:]], dim=2)
+
+        over_canvas(trainer, keys=swapped)
+
+
+def noise_of_rank_1(trainer: RankTrainer) -> None:
+    """Random numbers by rank, and not by sequence."""
+    if trainer.mesh.rank("cp") == 1:
+        trainer.objective.seed += 1
 
 
 def around_share(trainer: RankTrainer, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -32,6 +32,7 @@ from meshwright.errors import WorkerError
 from meshwright.layout import AXES
 from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
 from meshwright.train.proofs.claim import Claim, versions
+from meshwright.train.proofs.own_code import code_digest
 from tests.tiny import SPARSE, UNPACKED
 
 ONE = Place("one process", 1, {"dp_shard": 1})
@@ -267,13 +268,14 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
         data=tmp_path / "data" / "proofs.json",
     )
     proofs = json.loads((tmp_path / "data" / "proofs.json").read_text())
-    proven = [(cell["family"], cell["layout"], cell["axes"], cell["failed"]) for cell in proofs["cells"]]
+    proven = [(cell["family"], cell["layout"], cell.get("axes"), cell["failed"]) for cell in proofs["cells"]]
     assert proven == [
-        ("gpt2", "shard 2", ["dp_shard"], ""),
-        ("gpt_oss", "shard 2", ["dp_shard"], ""),
         ("gpt2", "pp 2", ["pp"], ""),
+        ("gpt2", "pp 2 x tp 2 seq", None, ""),
+        ("gpt2", "shard 2", ["dp_shard"], ""),
         ("gpt_oss", "pp 2", ["pp"], ""),
         ("gpt_oss", "pp 2 x tp 2 seq", ["pp", "tp"], ""),
+        ("gpt_oss", "shard 2", ["dp_shard"], ""),
     ]
     text = page.read_text()
     assert [line.partition(" (")[0] for line in said] == [
@@ -289,15 +291,15 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
 
 
 def test_a_matrix_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells that are done are not audited again, and the pages are those of a matrix in one go."""
+    """Cells that are done are not audited again, and the pages are those of a matrix in one go. Those of other code are."""
     done: list[tuple[str, str]] = []
-    most = 3
+    most, code = 3, code_digest(["dp_shard"], "")
 
     def run_cell(auditor: Auditor, family: str, place: Place, *_: object) -> Cell:
         if len(done) == most:
             raise KeyboardInterrupt
         done.append((family, place.label))
-        claim = Claim(family, "digest", ("dp_shard",), {"sync": place.label}, True, versions(), "code")
+        claim = Claim(family, "digest", ("dp_shard",), {"sync": place.label}, True, versions(), code, ("dp_shard",))
         return Cell(Outcome.WORKS, {"float32": len(done) * 1e-7}, f"note of {family}", (claim,))
 
     def write(name: str) -> list[str]:
@@ -314,6 +316,13 @@ def test_a_matrix_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert done == [(family, place.label) for place in LAYOUTS[:3] for family in ("gpt2", "llama")]
     done.clear()
     assert write("whole") == pieces
+    done.clear()
+    file = tmp_path / "whole" / "proofs.json"
+    older, case = json.loads(file.read_text()), {"digest": "of code before"}
+    file.write_text(json.dumps({**older, "cells": [older["cells"][0] | case, *older["cells"][1:]]}))
+    most = 1
+    write("whole")
+    assert done == [("gpt2", min(place.label for place in LAYOUTS[:3]))]
 
 
 TP_PLACES = [place for place in LAYOUTS if "tp" in place.sizes and not place.sequence_parallel and not place.experts]

@@ -10,6 +10,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.diffusion_gemma.block_diffusion import BlockDiffusion
 from meshwright.models.diffusion_gemma.block_diffusion_options import DiffusionConfig
 from meshwright.models.diffusion_gemma.canvas import HIDDEN, lay_out
+from meshwright.models.diffusion_gemma.canvas_columns import flat
 from meshwright.models.diffusion_gemma.corruption import Draw, corrupt, draw, one_block
 from meshwright.models.diffusion_gemma.generation import Draft, continue_text
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
@@ -30,7 +31,7 @@ def objective(**options: Any) -> BlockDiffusion:
 
 def batch(**options: Any) -> dict[str, torch.Tensor]:
     [made] = objective(**options).training([texts(ROWS, TOKENS_IN_ROW, PROMPTS)], [range(ROWS)])
-    return made
+    return flat(made)
 
 
 # -- canvases ------------------------------------------------------------------------------------------------------------------
@@ -131,9 +132,9 @@ def test_every_block_is_drawn() -> None:
 
 def test_held_out_sequences_have_fixed_rates() -> None:
     item = texts(8, TOKENS_IN_ROW)
-    first, again = (objective().held_out(item, range(8)) for _ in range(2))
+    first, again = (flat(objective().held_out(item, range(8))) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
-    one, same = (objective(mode="one_block").held_out(item, range(8)) for _ in range(2))
+    one, same = (flat(objective(mode="one_block").held_out(item, range(8))) for _ in range(2))
     assert one["canvas_ids"].shape == (8, LENGTH)
     assert all(torch.equal(one[name], same[name]) for name in one)
     changed = (first["canvas_ids"] != first["canvas_labels"]).float().mean(dim=1)

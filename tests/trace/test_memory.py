@@ -100,6 +100,26 @@ def test_a_few_layers_say_what_many_hold(family: str, options: dict[str, Any]) -
     assert found.peak == pytest.approx(whole.peak, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("family", "pattern"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 3}),  # the second to last of four layers would be a dense one
+        ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}),  # every other layer
+    ],
+)
+def test_what_the_last_layers_hold_is_that_of_their_kind(family: str, pattern: dict[str, Any]) -> None:
+    """The backward of a mixture beside that of a dense layer is no growth by a layer, and is not multiplied."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    model = {"config": {"model_type": family, **TINY_MODELS[family].config, "num_hidden_layers": 10, **wide, **pattern}}
+    options = {"activation_checkpointing": "full", "sync": "reduce_each"}
+    setup = setup_of(4, family, model=model, parallel={"param_dtype": "bfloat16", **options}, layout={"dp_replicate": 2})
+    found = forecast(setup)
+    (whole,) = run_ranks(lambda _: trace_step(with_fewer(setup, 10), device=True), 1, group=False)
+    assert max(found.traced) < 9
+    assert found.moment.startswith("backward of layer")
+    assert found.peak == pytest.approx(whole.peak, rel=0.001)
+
+
 def test_kinds_of_layers() -> None:
     setup = setup_of(2, "deepseek_v3", layers=5)
     assert kinds_of_layers(setup.plan) == [0, 1, 1, 1, 1]

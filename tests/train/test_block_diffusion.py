@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from meshwright.checkpoint.export import export_checkpoint, generate
 from meshwright.errors import ConfigError, NonFiniteError
+from meshwright.models.diffusion_gemma.canvas_columns import flat
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.run_files import Paths
@@ -52,7 +53,11 @@ def test_a_resumed_run_repeats_its_noise(finished: RunConfig, tiny: Tiny) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("changes", [(), ("training.microbatch_size=1",)], ids=["as it is", "smaller microbatches"])
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("training.microbatch_size=1",), ("layout.cp=2", "layout.dp_shard=1")],
+    ids=["as it is", "smaller microbatches", "shared sequences"],
+)
 def test_another_layout_puts_the_same_noise_on_the_same_sequences(finished: RunConfig, tiny: Tiny, changes: Any) -> None:
     other = tiny(*RUN, *EVERY, *changes)
     assert train(other, 2) == pytest.approx(losses(finished), abs=2e-4)
@@ -90,7 +95,7 @@ def test_a_chat_denoises_its_last_reply(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps({"messages": messages}) for _ in range(20)) + "\n")
     config = tiny_run(tmp_path, path, *RUN, "tokenizer.vocab_size=261", "data.sequence_length=64", "data.eval_fraction=0")
     _, tokenizer, store = prepare_run(config, 1)
-    [batch, *_] = run_ranks(_batches, 1, config, store.directory)[0]
+    [batch, *_] = map(flat, run_ranks(_batches, 1, config, store.directory)[0])
     said = batch["canvas_labels"][0]
     assert tokenizer.decode(said[: len(tokenizer.encode("ij kl mn op<|im_end|>"))]) == "ij kl mn op<|im_end|>"
     assert tokenizer.decode(batch["input_ids"][0][: batch["canvas_positions"][0, 0]]).endswith("<|im_start|>assistant\n")

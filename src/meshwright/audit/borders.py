@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.audit.data import CANVAS
 from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.memory.chunked_loss import DeferredLogits
 from meshwright.distributed.memory.kept_results import unwatched
@@ -32,6 +33,7 @@ __all__ = [
     "border_error",
     "compare_borders",
     "first_recorders",
+    "lengths_at_borders",
     "part_of",
     "worst_of_ranks",
 ]
@@ -200,7 +202,7 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 def compare_borders(
     recorded: Mapping[Point, torch.Tensor],
     truth_of: Callable[[Point], torch.Tensor | None],
-    hold: Callable[[Point, int], Portion | None],
+    hold: Callable[[Point, int], Iterable[Portion | None]],
     tolerance: float,
     share: float,
     rank: int = 0,
@@ -210,7 +212,8 @@ def compare_borders(
     Args:
         recorded: what the rank recorded.
         truth_of: returns what one process recorded at a point.
-        hold: returns which part of the tensor at a point the rank has, given the size of its last dimension.
+        hold: returns which part of the tensor at a point the rank has, given the size of its last dimension: for a sequence,
+            and for any other length that tensors may have. The first that fits the shapes is taken.
         tolerance: largest error that passes.
         share: smallest scale, as a share of the largest entry of all values (of all gradients, if the tensor is one). Some
             tensors are zero except for rounding.
@@ -220,8 +223,10 @@ def compare_borders(
     largest = {False: 0.0, True: 0.0}
     for point, actual in recorded.items():
         truth = truth_of(point)
-        held_part = None if truth is None else hold(point, truth.shape[-1] if truth.ndim else 0)
-        if truth is None or held_part is None or (pair := part_of(truth, actual, held_part)) is None or not pair[0].numel():
+        if truth is None:
+            continue
+        parts = (part_of(truth, actual, held) for held in hold(point, truth.shape[-1] if truth.ndim else 0) if held is not None)
+        if (pair := next((one for one in parts if one is not None), None)) is None or not pair[0].numel():
             continue
         pairs[point] = pair
         size = float(pair[0].abs().max()) if pair[0].is_floating_point() else 0.0
@@ -231,6 +236,19 @@ def compare_borders(
         BorderRow(point, border_error(actual, truth, share * largest[point.gradient]), tolerance, rank)
         for point, (truth, actual) in pairs.items()
     ]
+
+
+def lengths_at_borders(batch: Mapping[str, torch.Tensor], plan: ShardingPlan) -> list[int]:
+    """Return how many tokens tensors have at borders, over all ranks of `cp`: those of sequences, and those of canvases.
+
+    Args:
+        batch: what a rank was fed.
+        plan: the plan.
+    """
+    lengths = [batch["input_ids"].shape[1] * plan.layout.size("cp")]
+    if (canvas := batch.get(f"{CANVAS}ids")) is not None:
+        lengths.append(-(-canvas.flatten(1).shape[1] // plan.sequence_multiple) * plan.sequence_multiple)
+    return lengths
 
 
 def worst_of_ranks(rows: Iterable[BorderRow]) -> tuple[BorderRow, ...]:

@@ -164,8 +164,9 @@ class NotingRunner(Runner):
         self.inner = inner
 
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
-        """Return what the runner of the run returns."""
-        return self.inner.evaluate(batches)
+        """Return what the runner of the run returns, in the arithmetic of the case."""
+        with KeepFloat64() if self.trainer.case.dtype == "float64" else nullcontext():
+            return self.inner.evaluate(batches)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return what the runner of the run returns."""

@@ -56,6 +56,9 @@ DOCUMENTS = 64
 _GOLDEN = 0.6180339887  # its multiples modulo 1 are spread evenly, and never repeat
 
 
+CANVAS = "canvas_"
+"""How the names of tensors of a batch begin that hold canvases: sequences beside the sequences."""
+
 RANKS = (2, 4, 8, 3, 5, 6, 7)
 """Sizes of `tp`, in the order in which their edges are fed. The most usual sizes come first, for the first step may be too
 short for all."""
@@ -150,11 +153,11 @@ def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: Pa
     if plan.layout.size("cp") == 1:
         return batch
     rows, length = batch["input_ids"].shape
-    return {
-        name: join_sequences(plan, mesh, one)
-        for name, one in batch.items()
-        if name not in (ROUTED, EXISTS) and one.shape[:2] == (rows, length)
+    whole = {name: one for name, one in batch.items() if name.startswith(CANVAS)}
+    parts = {
+        name: one for name, one in batch.items() if name not in (ROUTED, EXISTS, *whole) and one.shape[:2] == (rows, length)
     }
+    return {**{name: join_sequences(plan, mesh, one) for name, one in parts.items()}, **whole}
 
 
 def gathered_batches(batches: list[dict[str, torch.Tensor]], ranks: int) -> list[dict[str, torch.Tensor]]:
@@ -182,6 +185,8 @@ def _in_one(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:
     """Return the digests of each sequence in some microbatches: ``NAME=DIGEST`` for tensors with a number for each token.
 
+    So have canvases, of which every rank of `cp` has the whole.
+
     Padding after ``length`` does not count. :func:`unlike` compares them.
     """
     digests = []
@@ -190,10 +195,11 @@ def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> lis
         names = sorted(
             name
             for name, tensor in batch.items()
-            if tensor.shape[:2] == shape and name != EXISTS and not tensor.is_floating_point()
+            if (tensor.shape[:2] == shape or name.startswith(CANVAS)) and name != EXISTS and not tensor.is_floating_point()
         )
         for row in range(shape[0]):
-            parts = {name: batch[name][row, :length].cpu().numpy().tobytes() for name in names}
+            rows = {name: batch[name][row] if name.startswith(CANVAS) else batch[name][row, :length] for name in names}
+            parts = {name: values.cpu().numpy().tobytes() for name, values in rows.items()}
             digests.append(" ".join(f"{name}={hashlib.sha256(part).hexdigest()[:16]}" for name, part in parts.items()))
     return digests
 

@@ -18,6 +18,7 @@ from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
 from meshwright.shrink.kinds import with_layers
+from meshwright.train.start.run_plan import with_canvases
 from meshwright.train.start.setup import RunSetup
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         run.model, _config(setup, layers), adapter=run.adapter, param_dtype=run.parallel.param_dtype, planning=True
     )
     spec = get_parallelization_strategy(model).spec(model, setup.config.parallel.param_dtype)
-    spec = add_modules(spec, model, setup.objective.added, setup.objective.module_runs)
+    spec = with_canvases(add_modules(spec, model, setup.objective.added, setup.objective.module_runs), setup.objective)
     small = resolve(spec, model, layout, options_of_fewer(setup, layers))
     config = run.model_copy(update={"optimizer": run.optimizer.as_adamw.model_copy(update={"groups": []})})
     return RunSetup(config, layout, model, spec, small, setup.objective)

@@ -107,8 +107,7 @@ class LayerWork:
             forward = {kind: Counter(own) for kind in kinds}
             return cls(dict.fromkeys(kinds, alike), forward, whole[LOSS], whole[LOSS], names, frozenset(kinds))
         for kind in set(kinds):
-            # A kind that only the first layers have counts as that of the next one.
-            place = kinds.index(kind, first) if kind in kinds[first:] else min(first, len(kinds) - 1)
+            place = traces.place_of(kind)
             more, fewer = (_microbatch_work(traces.of(number).step) for number in (place + 1, place))
             forward[kind] = _difference(more[FORWARD], fewer[FORWARD])
             layers[kind] = _difference(_sum(more), _sum(fewer))

@@ -18,6 +18,8 @@ from meshwright.plan.axes.pipeline.replay import replay_of_plan
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.price import Totals, totals, totals_of_rank
+from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.plan.given.names import nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.states import orthogonalised
 from meshwright.trace.fewer import kinds_of_layers, layers_of_config
@@ -30,6 +32,13 @@ __all__ = ["MemoryForecast", "Traces", "forecast_memory", "memory_moments"]
 
 LEAST = 4
 """Layers of the smallest trace: the first two and the last two, whose backward differs from that of the others."""
+
+_LAST = (3, 2)
+"""Last layers that a trace must have of the same kinds as the run, if it can: in the backward of the last but one, the layer
+before it is gathered. Otherwise the last two, whose backward are moments of their own."""
+
+_LATE = frozenset(("backward of layer 0", "backward of layer 1", UPDATE))
+"""Moments in which nothing of the last layers is held anymore but their gradients."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +92,24 @@ class Traces:
 
     @property
     def first(self) -> int:
-        """The number of layers of the smallest trace: at least one of each kind."""
-        if layers_of_config(self.setup) != len(self.kinds):  # several stacks: no number of layers cuts all of them alike
-            return len(self.kinds)
-        least = max(LEAST, 1 + max(self.kinds.index(kind) for kind in set(self.kinds)))
-        return least if least + 1 < len(self.kinds) else len(self.kinds)
+        """The number of layers of the smallest trace: at least one of each kind, and the last ones as the run has them."""
+        kinds, whole = self.kinds, len(self.kinds)
+        if layers_of_config(self.setup) != whole:  # several stacks: no number of layers cuts all of them alike
+            return whole
+        least = max(LEAST, 1 + max(kinds.index(kind) for kind in set(kinds)))
+        alike = (size for last in _LAST for size in range(least, whole - 1) if kinds[size - last : size] == kinds[-last:])
+        return next(alike, whole)
+
+    def place_of(self, kind: int) -> int:
+        """Return a number of layers, traced or to be traced, after which a layer of a kind comes in the run.
+
+        A kind that only the first layers have counts as that of a later one.
+        """
+        kinds, first = self.kinds, self.first
+        places = [place for place in (first - 1, first, *range(LEAST, len(kinds))) if place >= LEAST and kinds[place] == kind]
+        # After one of its own kind, the last layer stays the same, and with it what is gathered for it.
+        alike = [place for place in places if kinds[place - 1] == kind]
+        return next(iter(alike or places), min(first, len(kinds) - 1))
 
     def of(self, layers: int) -> SmallTrace:
         """Return the trace of the first layers."""
@@ -143,13 +165,27 @@ def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[Memory
 
 
 def _slopes(traces: Traces, kinds: list[int], first: int) -> dict[int, dict[str, Counter[Kind]]]:
-    """Return, for each kind of layer after the first ones, by how many bytes one more grows each moment."""
+    """Return, for each kind of layer after the first ones, by how many bytes one more grows each moment.
+
+    What works in the last layers, or is gathered for them, would be that of another kind. So until their backward is over, one
+    more layer grows each moment by what it keeps when the loss is computed.
+    """
     slopes = {}
     for kind in set(kinds[first:]):
-        place = kinds.index(kind, first)
+        place = traces.place_of(kind)
         fewer, more = traces.moments(place), traces.moments(place + 1)
-        slopes[kind] = {name: _minus(more[name], fewer[name]) for name in more.keys() & fewer.keys()}
+        kept = _minus(more[LOSS], fewer[LOSS])
+        if not _stays_gathered(traces.setup.plan, kinds, kind):
+            kept[Kind.GATHERED] = 0  # the last layer is gathered, whatever its kind
+        slopes[kind] = {name: _minus(more[name], fewer[name]) if name in _LATE else kept for name in more.keys() & fewer.keys()}
     return slopes
+
+
+def _stays_gathered(plan: ShardingPlan, kinds: list[int], kind: int) -> bool:
+    """Return whether something of each layer of a kind stays gathered after its forward; the last layer always does."""
+    layers = {name for name, own in zip(plan.layers[:-1], kinds, strict=False) if own == kind}
+    own = (unit for unit in plan.units if unit.name in layers or nearest(unit.name, layers))
+    return any(unit.sync is SyncPolicy.DEFER or not unit.reshard_after_forward for unit in own)
 
 
 def _minus(more: Counter[Kind], fewer: Counter[Kind]) -> Counter[Kind]:

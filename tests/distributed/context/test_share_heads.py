@@ -58,6 +58,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "q_lora_rank": None,
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_local_experts": 4, "first_k_dense_replace": 2,
     },
+    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # by channels
+    "mamba2": {
+        "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2,
+        "state_size": 8, "conv_kernel": 4, "chunk_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },  # no attention
 }  # fmt: skip
 
 SLICED = {"model.layers.0.self_attn.g_a_proj": "colwise", "model.layers.0.self_attn.g_b_proj": "rowwise"}
@@ -137,7 +142,8 @@ def parity(rank: int, name: str, plan: ShardingPlan, kind: str) -> tuple[float, 
 
 
 LAYOUTS = ({"dp_shard": 1, "cp": 2}, {"dp_shard": 1, "cp": 4}, {"dp_shard": 1, "cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2})
-ALL = list(itertools.product(MODELS, LAYOUTS, ("whole", "padded", "packed"), ContextBalance))
+CASES = itertools.product(MODELS, LAYOUTS, ("whole", "padded", "packed"), ContextBalance)
+ALL = [case for case in CASES if not (case[0] == "mamba2" and "tp" in case[1])]  # there are no styles for it
 BY_DEFAULT = [
     ("nemotron_h", LAYOUTS[1], "padded", ContextBalance.ZIGZAG),  # fewer groups than ranks
     ("bamba of one group", LAYOUTS[0], "packed", ContextBalance.ZIGZAG),
@@ -203,9 +209,8 @@ def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
         with refuses(PlanError, "cp.heads") as caught:
             planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=ranks))
         assert f"legal values of cp are {legal}" in str(caught.value)
-    with refuses(PlanError, "cp.state") as caught:
+    with pytest.raises(PlanError, match="is split over tp"):
         planned(hybrid("kimi_linear", meta=True), Layout(dp_shard=1, cp=2, tp=2), tp_plan=SLICED)
-    assert "tp slices 'model.layers.0.self_attn.g_a_proj'" in str(caught.value)
 
 
 def test_documents_that_a_mixer_would_be_told_of_in_parts_are_refused() -> None:

@@ -1,5 +1,6 @@
 """How a plan shares sequences: positions, refusals, counts, and worlds of many ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,9 +86,23 @@ def test_gathered_keys_are_priced() -> None:
     assert gathered_bytes(plan, 16) == 32 * 2 * (8 + 8) * 2
 
 
+def test_the_attentions_of_a_stack_that_denoises_are_read_from_a_training_forward() -> None:
+    rows = planned(tiny_diffusion_gemma(), Layout(dp_shard=1, cp=2)).attentions
+    assert [(row.module.split(".layers.")[0], row.mask, row.key_size) for row in rows] == [
+        ("model.encoder.language_model", "window of 8", 8),
+        ("model.encoder.language_model", "causal", 16),
+        ("model.decoder", "own block, clean text before it, the last 7", 8),
+        ("model.decoder", "own block, clean text before it", 16),
+    ]
+    assert "attention_dropout" in refusal(tiny_diffusion_gemma(attention_dropout=0.1), Layout(dp_shard=1, cp=2))
+
+
 def test_what_cannot_be_shared_is_refused_by_name() -> None:
     two = Layout(dp_shard=1, cp=2)
-    assert "runs twice" in refusal(tiny_diffusion_gemma(), two)
+    unknown = replace(spec_of(tiny_diffusion_gemma()), traces=None)
+    with pytest.raises(PlanError, match="runs twice, with attention from one pass to the other, and nothing says which keys"):
+        resolve(unknown, tiny_diffusion_gemma(), two, ParallelOptions())
+    assert "takes no mask of blocks; legal are sdpa and eager" in refusal(tiny_diffusion_gemma("flex_attention"), two)
     assert "set attention_dropout" in refusal(tiny_model("llama", meta=True, attention_dropout=0.1), two)
     assert "context_recompute=True: needs cp > 1" in refusal(
         tiny_model("llama", meta=True), Layout(dp_shard=1), context_recompute=True

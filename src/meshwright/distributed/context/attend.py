@@ -20,21 +20,24 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.distributed.context.attention_kernels import AttentionRule, attention
+from meshwright.distributed.context.canvases import Canvases, Share, canvases_of
 from meshwright.distributed.context.ring import ring_attention
 from meshwright.distributed.context.sequence_moves import exchange_for_heads, exchange_for_positions, gather_positions
 from meshwright.distributed.context.sequences import Sequences, sequences_of
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import UnsupportedError
-from meshwright.plan.axes.context.sharing import FUNCTION, positions_of
+from meshwright.plan.axes.context.sharing import FUNCTION
 from meshwright.plan.given.attentions import unknown_argument
 from meshwright.plan.given.closed_choices import ContextMethod
+from meshwright.plan.result.context.attention_rows import CanvasRow
 from meshwright.plan.result.program import Attend
 
-__all__ = ["attend_over_ranks"]
+__all__ = ["attend_over_ranks", "share_of"]
 
 _CONTEXT = "_meshwright_context"
 
 Group = dist.ProcessGroup
+Whole = Sequences | Canvases
 
 
 # -- the attention of a rank -----------------------------------------------------------------------------------------------
@@ -49,6 +52,12 @@ def attend_over_ranks(model: nn.Module, action: Attend, mesh: ParallelMesh) -> N
     group = mesh[action.axis].get_group()
     context = _Context(action, group, dist.get_world_size(group), dist.get_rank(group))
     vars(model.get_submodule(action.module))[_CONTEXT] = context
+
+
+def share_of(model: nn.Module) -> Share:
+    """Return which part of each sequence this rank has, from the first attention of a model that :func:`attend` computes."""
+    found: _Context = next(vars(module)[_CONTEXT] for module in model.modules() if _CONTEXT in vars(module))
+    return found.share
 
 
 def attend(
@@ -85,14 +94,15 @@ def attend(
     Raises:
         UnsupportedError: the microbatch is unknown; or there is a mask, dropout or an argument that is not known.
     """
-    sequences = sequences_of(position_ids)
-    name = type(module).__name__
+    context: _Context = vars(module)[_CONTEXT]
+    action, name = context.action, type(module).__name__
+    over_canvas = isinstance(action.row, CanvasRow)
+    sequences = canvases_of(position_ids) if over_canvas else sequences_of(position_ids)
     if sequences is None:
-        raise UnsupportedError(
-            "cp.positions",
-            f"{name}: the position_ids of this forward are not those of a shard; call the model inside "
-            "`with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself",
-        )
+        inside = "call the model inside `with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself"
+        canvas = "part of a canvas; call the model with denoise=batch, as the objective of its family does"
+        whose = canvas if over_canvas else f"shard; {inside}"
+        raise UnsupportedError("cp.positions", f"{name}: the position_ids of this forward are not those of a {whose}")
     if attention_mask is not None or dropout:
         raise UnsupportedError(
             "cp.argument", f"{name}: context parallel knows no {'dropout' if dropout else 'attention_mask'} of attention"
@@ -101,8 +111,6 @@ def attend(
         raise UnsupportedError(
             "cp.argument", f"{name}: context parallel does not know the argument {unknown!r} of an attention; leave it out"
         )
-    context: _Context = vars(module)[_CONTEXT]
-    action = context.action
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(action.row.kernel, action.row.causal, action.row.window, scaling, softcap)
     output = context(rule, sequences, query, key, value, s_aux)
@@ -121,7 +129,7 @@ class _Context:
     def __call__(
         self,
         rule: AttentionRule,
-        sequences: Sequences,
+        sequences: Whole,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -134,34 +142,45 @@ class _Context:
             return checkpoint(method, rule, sequences, query, key, value, sinks, use_reentrant=False, preserve_rng_state=False)
         return method(rule, sequences, query, key, value, sinks)
 
-    def _pieces(self, length: int) -> list[tuple[range, ...]]:
-        return [positions_of(length, self.ranks, self.action.balance, rank) for rank in range(self.ranks)]
+    @property
+    def share(self) -> Share:
+        """Which part of each sequence the rank has."""
+        return Share(self.rank, self.ranks, self.action.balance)
+
+    def _pieces(self, sequences: Whole) -> tuple[list[tuple[range, ...]], list[tuple[range, ...]], tuple[range, ...]]:
+        """Return which queries and which keys each rank has, and the places of the queries of this rank among all keys."""
+        if isinstance(sequences, Canvases):
+            queries, keys = self.share.pieces(sequences.columns), sequences.keys_by_rank(self.share)
+            return queries, keys, tuple(map(sequences.at, queries[self.rank]))
+        pieces = self.share.pieces(sequences.length)
+        return pieces, pieces, pieces[self.rank]
 
     def _gather(
-        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
+        self, rule: AttentionRule, sequences: Whole, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
     ) -> torch.Tensor:
-        pieces = self._pieces(sequences.length)
+        _, keys, places = self._pieces(sequences)
         if self.ranks == 1:
-            return attention(rule, sequences, pieces[0], query, key, value, sinks)
-        both = gather_positions(torch.cat([key, value], dim=-1), pieces, self.group)
+            return attention(rule, sequences, places, query, key, value, sinks)
+        both = gather_positions(torch.cat([key, value], dim=-1), keys, self.group)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        return attention(rule, sequences, pieces[self.rank], query, key, value, sinks)
+        return attention(rule, sequences, places, query, key, value, sinks)
 
     def _ulysses(
-        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
+        self, rule: AttentionRule, sequences: Whole, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
     ) -> torch.Tensor:
-        pieces = self._pieces(sequences.length)
+        queries, keys, _ = self._pieces(sequences)
         both = torch.cat([key, value], dim=-1)
         if both.shape[1] < self.ranks:  # several ranks need one head; its gradients are added up by the backward of this
             both = both.repeat_interleave(self.ranks // both.shape[1], dim=1)
-        query, both = (exchange_for_heads(item, pieces, self.group) for item in (query, both))
+        query, both = exchange_for_heads(query, queries, self.group), exchange_for_heads(both, keys, self.group)
         all_keys, all_values = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
-        output = attention(rule, sequences, (range(sequences.length),), query, all_keys, all_values, own)
-        return exchange_for_positions(output, pieces, self.group)
+        every = (range(sequences.length - query.shape[2], sequences.length),)
+        output = attention(rule, sequences, every, query, all_keys, all_values, own)
+        return exchange_for_positions(output, queries, self.group)
 
     def _ring(
-        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
+        self, rule: AttentionRule, sequences: Whole, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
     ) -> torch.Tensor:
         def visible(queries: range, keys: range) -> range:
             seen = sequences.keys(queries, rule.causal, rule.window)
@@ -170,5 +189,5 @@ class _Context:
         def mask(queries: range, keys: range) -> torch.Tensor | None:
             return sequences.mask(queries, keys, rule.causal, rule.window, query.device)
 
-        pieces = self._pieces(sequences.length)
-        return ring_attention(query, key, value, sinks, pieces, visible, mask, rule.scaling, rule.softcap, self.group)
+        _, keys, places = self._pieces(sequences)
+        return ring_attention(query, key, value, sinks, places, keys, visible, mask, rule.scaling, rule.softcap, self.group)

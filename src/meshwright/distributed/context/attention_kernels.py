@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.distributed.context.canvases import Canvases
 from meshwright.distributed.context.sequences import Sequences
 from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.context.sharing import is_flash
@@ -57,7 +58,7 @@ class AttentionRule:
 
 def attention(
     rule: AttentionRule,
-    sequences: Sequences,
+    sequences: Sequences | Canvases,
     pieces: Sequence[range],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -68,7 +69,7 @@ def attention(
 
     Args:
         rule: what is computed.
-        sequences: the whole sequences.
+        sequences: the whole sequences; or canvases, for which a plan has no kernel but sdpa and eager.
         pieces: the positions of the queries, piece by piece.
         query: [batch, heads, queries, key size].
         key: [batch, key/value heads, length, key size].
@@ -78,6 +79,8 @@ def attention(
     Raises:
         UnsupportedError: a flash kernel is given sinks, or a prefix that sees itself.
     """
+    if isinstance(sequences, Canvases):
+        return _blocks(rule, sequences, pieces, query, key, value, sinks)
     if rule.kernel == "flex_attention":
         return _flex(rule, sequences, pieces, query, key, value, sinks)
     if is_flash(rule.kernel):
@@ -95,7 +98,7 @@ def attention(
 
 def _blocks(
     rule: AttentionRule,
-    sequences: Sequences,
+    sequences: Sequences | Canvases,
     pieces: Sequence[range],
     query: torch.Tensor,
     key: torch.Tensor,

@@ -37,6 +37,7 @@ def ring_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     sinks: torch.Tensor | None,
+    queries: Sequence[range],
     pieces: Pieces,
     visible: Visible,
     mask: Mask,
@@ -51,7 +52,8 @@ def ring_attention(
         key: [batch, key/value heads, positions, key size].
         value: [batch, key/value heads, positions, value size].
         sinks: [heads]; ``None``: there are none.
-        pieces: for each rank of the group, the positions that it has, piece by piece.
+        queries: the positions of the queries of this rank, piece by piece.
+        pieces: for each rank of the group, the positions of the keys that it has, piece by piece.
         visible: returns the positions among some keys that some queries see; an empty range: none.
         mask: returns which of these keys each query sees, bool [batch or 1, 1, queries, keys]; ``None``: all.
         scaling: factor of the scores.
@@ -61,7 +63,7 @@ def ring_attention(
     Returns:
         The output [batch, heads, positions, value size].
     """
-    plan = _Plan(tuple(pieces), visible, mask, scaling, softcap, group)
+    plan = _Plan(tuple(queries), tuple(pieces), visible, mask, scaling, softcap, group)
     return _Ring.apply(query, key, value, sinks, plan)
 
 
@@ -69,9 +71,16 @@ class _Plan:
     """What does not need a gradient."""
 
     def __init__(
-        self, pieces: Pieces, visible: Visible, mask: Mask, scaling: float, softcap: float | None, group: Group
+        self,
+        queries: Sequence[range],
+        pieces: Pieces,
+        visible: Visible,
+        mask: Mask,
+        scaling: float,
+        softcap: float | None,
+        group: Group,
     ) -> None:
-        self.pieces, self.visible, self.mask, self.group = pieces, visible, mask, group
+        self.queries, self.pieces, self.visible, self.mask, self.group = queries, pieces, visible, mask, group
         self.scaling, self.softcap = scaling, softcap
         self.ranks, self.rank = len(pieces), dist.get_rank(group)
 
@@ -81,7 +90,7 @@ class _Plan:
         Each is the place of queries and of keys in the tensors of their ranks, and their positions in the sequence.
         """
         blocks = []
-        for queries, at in _placed(self.pieces[self.rank]):
+        for queries, at in _placed(self.queries):
             for keys, place in _placed(self.pieces[source]):
                 rows = max(LEAST_QUERIES, MOST_SCORES // max(1, heads * len(keys)))
                 for begin in range(queries.start, queries.stop, rows):

@@ -11,10 +11,11 @@ from meshwright.errors import Problems
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.block_diffusion_options import DiffusionConfig
 from meshwright.models.diffusion_gemma.canvas import lay_out
+from meshwright.models.diffusion_gemma.canvas_columns import COUNTS, in_blocks
 from meshwright.models.diffusion_gemma.corruption import EVALUATION_RATES, corrupt, draw, one_block
 from meshwright.models.diffusion_gemma.model import ATTENTIONS, enable, rounds_losses
 from meshwright.models.objective import Batch, Objective, RunFacts
-from meshwright.models.token_loss import IGNORE, count_tokens, token_loss_sum
+from meshwright.models.token_loss import count_tokens, token_loss_sum
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class BlockDiffusion(Objective):
         length: number of tokens in a block.
         vocabulary: number of token ids that noise is sampled from.
         sequence_length: number of tokens in a sequence of the run.
+
+    Attributes:
+        columns: number of columns that noise is drawn for, of every sequence.
+        canvas_sizes: number of columns of the canvas of a sequence, at most, and of tokens of the sequence, for a plan.
     """
 
     name = "block_diffusion"
@@ -48,6 +53,7 @@ class BlockDiffusion(Objective):
         self.options, self.seed, self.length, self.vocabulary = options, seed, length, vocabulary
         self.sequence_length = sequence_length
         self.columns = -(-sequence_length // length) * length  # of the longest possible canvas
+        self.canvas_sizes = (self.columns if options.mode == "all_blocks" else length, sequence_length)
         self.encoder = options.encoder_loss_weight > 0
         self.terms = ("denoising", "encoder") if self.encoder else ("denoising",)
         self.weights = (1.0, options.encoder_loss_weight) if self.encoder else (1.0,)
@@ -132,22 +138,16 @@ class BlockDiffusion(Objective):
         noised = corrupt(canvas, draws)
         if self.options.mode == "one_block":
             canvas, noised = one_block(canvas, noised, draws, self.length)
-        return {
-            **batch,
-            "canvas_ids": noised.ids,
-            "canvas_labels": canvas.labels,
-            "canvas_positions": canvas.positions,
-            "canvas_blocks": canvas.blocks,
-            "self_conditioned": noised.conditioned,
-        }
+        columns = in_blocks(canvas, noised, self.length, batch["input_ids"].shape[1])
+        return {**batch, **columns, "self_conditioned": noised.conditioned}
 
     def counts(self, batches: list[Batch]) -> list[int]:
         """Return the number of supervised columns of the canvases, and of labels of the encoder."""
-        denoised = sum(int((batch["canvas_labels"] != IGNORE).sum()) for batch in batches)
+        denoised = sum(int(batch[COUNTS].sum()) for batch in batches)
         return [denoised, count_tokens(batches)] if self.encoder else [denoised]
 
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return the cross-entropy of the clean tokens of the canvases (with or without noise), and of the next token."""
         output = model(denoise=batch, encoder_loss=partial(token_loss_sum, labels=batch["labels"]) if self.encoder else None)
-        denoising = token_loss_sum(output.logits, batch["canvas_labels"]) + output.anchor
+        denoising = token_loss_sum(output.logits, output.labels) + output.anchor
         return (denoising, output.encoder_loss) if self.encoder else (denoising,)

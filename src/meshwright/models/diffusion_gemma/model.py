@@ -28,31 +28,37 @@ from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.memory.activation_checkpointing import is_checkpointed
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
+from meshwright.models.diffusion_gemma.canvas_columns import flat, own_columns
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
+from meshwright.plan.axes.context.sharing import FUNCTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTIONS", "Denoised", "enable", "rounds_losses"]
+__all__ = ["ATTENTIONS", "Denoised", "enable", "rounds_losses", "three_passes"]
 
 ATTENTIONS = ("sdpa", "eager")
 """The attention implementations of transformers that accept a mask of any pattern."""
+
+Masks = dict[str, torch.Tensor | None]
 
 
 class Denoised(NamedTuple):
     """The result of a training forward.
 
     Attributes:
-        logits: [B, R, V], logits of the canvas.
+        logits: [B, R, V], logits of the canvas; with context parallel, of the columns of this rank.
         encoder_loss: loss of the clean sequence; ``None`` if it was not asked for.
         anchor: zero, to be added to the loss. Without it and without a loss of the encoder, no gradient reaches the encoder's
             output. Then backward reaches the last layer of the encoder only through the cache. FSDP does not see this, and its
             backward reads memory that is freed already.
+        labels: [B, R], ``canvas_labels`` of the same columns; ``None``: the batch has none.
     """
 
     logits: torch.Tensor
     encoder_loss: torch.Tensor | None
     anchor: torch.Tensor
+    labels: torch.Tensor | None = None
 
 
 def rounds_losses(output_dtype: str | None) -> bool:
@@ -68,9 +74,9 @@ def enable(model: "PreTrainedModel", output_dtype: str | None = None) -> None:
     """Make a ``DiffusionGemmaForBlockDiffusion`` accept ``model(denoise=batch, encoder_loss=...)``. It may be called twice.
 
     The batch has ``input_ids`` and ``position_ids`` [B, S], ``canvas_ids`` (with noise), ``canvas_positions`` and
-    ``canvas_blocks`` [B, R], and ``self_conditioned`` [B, 1]; see :mod:`~meshwright.models.diffusion_gemma.canvas`.
-    ``encoder_loss`` is a function of the encoder's logits [B, S, V] of the next tokens, and returns their loss. The call
-    returns a :class:`Denoised`.
+    ``canvas_blocks`` [B, R] (or as :func:`~meshwright.models.diffusion_gemma.canvas_columns.in_blocks` makes them), and
+    ``self_conditioned`` [B, 1]; see :mod:`~meshwright.models.diffusion_gemma.canvas`. ``encoder_loss`` is a function of the
+    encoder's logits [B, S, V] of the next tokens, and returns their loss. The call returns a :class:`Denoised`.
 
     Args:
         model: the model, changed in place.
@@ -100,7 +106,7 @@ class _Forward:
                 f"output_dtype={self.output_dtype}: the encoder's loss, a sum in nats, would be rounded to it as it leaves the "
                 "model; with encoder_loss legal are None, float32 and float64 (of mp_policy, or of parallel)",
             )
-        return _three_passes(self.model, self.inner, denoise, *args, **kwargs)
+        return _denoised(self.model, self.inner, denoise, *args, **kwargs)
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's own forward. In training, pass a cache that recomputation does not write, if none is given."""
@@ -137,30 +143,51 @@ class _Anchor(torch.autograd.Function):
         return gradient, torch.zeros_like(encoded)
 
 
-def _three_passes(
+def three_passes(
     model: "PreTrainedModel",
     forward: Any,
     batch: dict[str, torch.Tensor],
+    masks: Callable[[torch.dtype], Masks],
     *,
     encoder_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Denoised:
+    """Make the three passes of a training step, and return what :func:`enable` says.
+
+    Args:
+        model: the model.
+        forward: its own forward.
+        batch: see :func:`enable`, with canvases [B, R].
+        masks: returns for each kind of layer the mask of the decoder, if hidden states have some dtype.
+        encoder_loss: see :func:`enable`.
+    """
     written = _cache_type()()
     encoded = model.model.encoder(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], past_key_values=written
+        input_ids=batch["input_ids"],
+        attention_mask=batch.get("attention_mask"),
+        position_ids=batch["position_ids"],
+        past_key_values=written,
     ).last_hidden_state
     read = None if encoder_loss is None else encoder_loss(_head(model, encoded))
-    anchor = (encoded[:, :1] * 0.0).sum()
+    nothing = torch.zeros((), dtype=encoded.dtype, device=encoded.device)
+    anchor = (encoded[:, :1] * 0.0).sum() if torch.is_grad_enabled() else nothing
     decode = partial(
         forward,
         past_key_values=written,
         decoder_input_ids=batch["canvas_ids"],
         decoder_position_ids=batch["canvas_positions"],
-        decoder_attention_mask=_masks(model, batch, encoded.dtype),
+        decoder_attention_mask=masks(encoded.dtype),
     )
     with torch.no_grad():
         draft = decode().logits
     logits = decode(self_conditioning_logits=draft, self_conditioning_mask=batch["self_conditioned"][:, 0]).logits
-    return Denoised(logits, read, anchor)
+    return Denoised(logits, read, anchor, batch.get("canvas_labels"))
+
+
+def _denoised(model: "PreTrainedModel", forward: Any, batch: dict[str, torch.Tensor], **more: Any) -> Denoised:
+    batch = flat(batch)
+    if attention_of(model) == FUNCTION:
+        batch = own_columns(model, batch)
+    return three_passes(model, forward, batch, partial(_masks, model, batch), **more)
 
 
 @cache
@@ -185,12 +212,14 @@ def _cache_type() -> Any:
     return WrittenOnce
 
 
-def _masks(model: "PreTrainedModel", batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _masks(model: "PreTrainedModel", batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Masks:
+    if attention_of(model) == FUNCTION:  # attentions over canvases of `cp` know what each column sees
+        return dict.fromkeys(("full_attention", "sliding_attention"))
     config = model.config.get_text_config()
     masks = block_causal_masks(batch["canvas_blocks"], batch["input_ids"].shape[1], config.sliding_window)
     if attention_of(model) == "eager":
-        masks = {kind: as_additive(mask, dtype) for kind, mask in masks.items()}
-    return masks
+        return {kind: as_additive(mask, dtype) for kind, mask in masks.items()}
+    return dict(masks)
 
 
 def _head(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,14 @@ the encoder; those of the decoder are the same.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
 from meshwright.distributed.data.fsdp_units import enter_by
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.diffusion_gemma.model import enable
+from meshwright.models.diffusion_gemma.stack_traces import StackTraces
 from meshwright.models.specs.decoder import global_heads
 from meshwright.models.specs.derived import DefaultParallelizationStrategy, derived_spec, is_transformers
 from meshwright.models.specs.plain_module import inferred_spec
@@ -58,6 +60,7 @@ class DiffusionGemmaParallelizationStrategy(DefaultParallelizationStrategy):
             divisible=global_heads(model.config.get_text_config()),  # type: ignore[union-attr, operator]
             no_sequence_parallel="its two stacks have sequences of different lengths, and its router reads the residual stream",
         )
+        traces = partial(StackTraces, experts=derived.experts)
         return replace(
             derived,
             units=(*derived.units, UnitRule("model.encoder.embed_vision")),
@@ -65,6 +68,7 @@ class DiffusionGemmaParallelizationStrategy(DefaultParallelizationStrategy):
             idle=_VISION,
             tp_styles=styles,
             structure=structure,
+            traces=traces,
         )
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:

@@ -23,6 +23,7 @@ from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
 from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import generalize
 from meshwright.plan.result.action_values import describe
+from meshwright.plan.result.context.attention_rows import CanvasRow
 from meshwright.plan.result.sharding_plan import (
     AttentionRow,
     ExpertsRow,
@@ -205,6 +206,11 @@ def _attentions(plan: ShardingPlan, full: bool) -> Table:
         lines.append(f"one causal document: the rank with the most work has {uneven:.2f} of the mean")
     if cp > 1 and options.tokens is not None and (gathered := gathered_bytes(plan, options.tokens)):
         lines.append(f"gathered keys and values of an attention: {human_bytes(gathered)}")
+    if over := next((row for row in plan.attentions if isinstance(row, CanvasRow)), None):
+        most = "" if over.canvas is None else f" of at most {over.canvas[0]:,} columns"
+        lines.append(
+            f"a canvas{most} is cut as a sequence is; each of its passes gets the clean keys and values of other ranks too"
+        )
     table.caption = "; ".join(lines) or None
     return table
 

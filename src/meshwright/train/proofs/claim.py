@@ -66,6 +66,7 @@ class Claim:
         accumulates: whether an optimizer step has several microbatches.
         versions: library to version.
         code: digest of the files of Meshwright that carry the plan out.
+        concerns, strategy: what these files are (:func:`~meshwright.train.proofs.own_code.files_that_count`).
     """
 
     family: str
@@ -75,11 +76,13 @@ class Claim:
     accumulates: bool
     versions: Mapping[str, str]
     code: str
+    concerns: tuple[str, ...] = ()
+    strategy: str = ""
 
     @property
     def key(self) -> str:
         """The digest by which records of this claim are found, also those of other code."""
-        return _digest({**asdict(self), "code": ""})
+        return _digest({**asdict(replace(self, concerns=(), strategy="")), "code": ""})
 
     @property
     def with_several_microbatches(self) -> "Claim":
@@ -97,9 +100,9 @@ def claim_of(setup: RunSetup) -> Claim:
         choices["callbacks"] = _digest([[[part.use, part.arguments] for part in theirs], code])
     if ROUTED_EXPERTS in setup.config.data.values:
         choices["routing"] = "given"
-    axes, strategy = axes_above_1(plan.layout), type(get_parallelization_strategy(setup.model))
+    axes, strategy = axes_above_1(plan.layout), type(get_parallelization_strategy(setup.model)).__module__
     has = {"experts": bool(setup.spec.experts), "adapter": setup.config.adapter is not None}
-    concerns = {*axes, *(name for name, there in has.items() if there)}
+    concerns = (*axes, *(name for name, there in has.items() if there))
     return Claim(
         family=plan.family,
         model=model_digest(setup.spec, setup.model, setup.config.imports),
@@ -107,7 +110,9 @@ def claim_of(setup: RunSetup) -> Claim:
         choices=choices,
         accumulates=plan.options.microbatches > 1,
         versions=versions(),
-        code=code_digest(concerns, strategy.__module__),
+        code=code_digest(concerns, strategy),
+        concerns=concerns,
+        strategy=strategy,
     )
 
 

@@ -18,7 +18,6 @@ __all__ = [
     "cells_as_text",
     "cells_from_text",
     "covering_cell",
-    "matrix_data",
     "shipped_matrix",
     "today",
 ]
@@ -48,11 +47,6 @@ class CellProof:
     layout: str
     failed: str
     claims: tuple[Claim, ...]
-
-
-def matrix_data(cells: Sequence[CellProof]) -> str:
-    """Return the matrix as JSON: date, versions, and a line for each cell with its model, axes and values of each choice."""
-    return cells_as_text([cell_data(cell) for cell in cells])
 
 
 def cells_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -96,8 +90,8 @@ def shipped_matrix() -> Mapping[str, Any]:
     )
     same = matrix["versions"] == coverage["versions"]
     page = {"page": f"coverage page of {coverage['date']}"}
-    more = [{**cell, **page} for cell in coverage["cells"] if cell.get("model")] if same else []
-    return {**matrix, "cells": [*matrix["cells"], *more]}
+    more = [{**cell, **page} for cell in coverage["cells"]] if same else []
+    return {**matrix, "cells": [cell for cell in (*matrix["cells"], *more) if cell.get("model")]}  # a refusal has none
 
 
 def covering_cell(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,7 +1,9 @@
 """The checks of a run that need its model and no plan, the options of its plan, and the plan."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.data.loader import check_batch_sizes
 from meshwright.data.rows.columns import ROUTED_EXPERTS
@@ -17,6 +19,7 @@ from meshwright.objectives.references import reference_problems
 from meshwright.plan.given.inspection import Inspection, model_sizes
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.given.traces import Traces
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 from meshwright.train.config import RunConfig
@@ -114,6 +117,12 @@ def check_run(
     if problems:
         raise together(problems)
     return layout, objective
+
+
+def with_canvases(spec: ParallelSpec, objective: Objective) -> ParallelSpec:
+    """Return a spec whose traces know how long the canvases of an objective are, if it has some: a plan counts their bytes."""
+    canvas, traces = getattr(objective, "canvas_sizes", None), cast("Callable[..., Traces] | None", spec.traces)
+    return spec if canvas is None or traces is None else replace(spec, traces=partial(traces, canvas=canvas))
 
 
 def plan_run(

@@ -107,13 +107,13 @@ def make_setup(
     from meshwright.models.objective import PRECOMPUTED
     from meshwright.objectives.call import passes_before
     from meshwright.plan.given.inspection import inspect_model
-    from meshwright.train.start.run_plan import check_run, plan_run
+    from meshwright.train.start.run_plan import check_run, plan_run, with_canvases
 
     spec, model = described or describe_model(config, tokenizer, planning=planning)
     layout, objective = check_run(config, world_size, spec, model, tokenizer, objective_given=objective_given)
     if objective.without_head:
         spec = replace(spec, uses_all_parameters=False)
-    spec = add_modules(spec, model, objective.added, objective.module_runs)
+    spec = with_canvases(add_modules(spec, model, objective.added, objective.module_runs), objective)
     more = [f"{EACH_STEP}: {one.what}" for one in passes_before(objective)] + [REMARK] * (objective.reference == PRECOMPUTED)
     spec = replace(spec, remarks=(*spec.remarks, *more))
     facts = inspect_model(spec, model)

@@ -28,7 +28,7 @@ from meshwright.plan.given.spec import ExpertsRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["trace_attentions"]
+__all__ = ["AttentionTracer", "trace_attentions"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
@@ -47,14 +47,14 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     if problems:
         return Attentions((), tuple(problems))
     # A mask of ones, because without one documents are looked for, which needs values.
-    found, why = traced(model, experts, _AttentionTracer, ("cpu", "meta"))
+    found, why = traced(model, experts, AttentionTracer, ("cpu", "meta"))
     if found is None:
         return Attentions((), (Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     states, problems = _in_mixers(model, found)
     return Attentions(tuple(found.rows.values()), tuple(dict.fromkeys(problems)), compat.attention_of(model), states)
 
 
-def _in_mixers(model: nn.Module, found: "_AttentionTracer") -> tuple[tuple[tuple[str, str], ...], Problems]:
+def _in_mixers(model: nn.Module, found: "AttentionTracer") -> tuple[tuple[tuple[str, str], ...], Problems]:
     """Return what mixes tokens inside of mixers, one problem for each, and all problems of other modules.
 
     A mixer is the innermost module around it that has linear layers at both borders, if no attention is in it.
@@ -89,7 +89,7 @@ def _rope_types(module: nn.Module) -> Iterator[str]:
     yield from (kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str))
 
 
-class _AttentionTracer(Tracer):
+class AttentionTracer(Tracer):
     """Records calls of the attention function, and operators outside of it that mix tokens."""
 
     def __init__(self, inputs: Inputs) -> None:

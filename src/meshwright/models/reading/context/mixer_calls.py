@@ -53,6 +53,12 @@ class MixerCalls:
         self._lowest, self._generator = lowest, torch.Generator().manual_seed(0)
         self._args, self._kwargs = self.valued((args, dict(kwargs)))
         self.tokens = value_of(hidden, self._args, self._kwargs, name).shape[1]
+        # Where other code than the layer itself reads its matrix, a call fails, also of a model that has values.
+        self._unread = {
+            name: tensor.detach().to("meta")
+            for name, tensor in mixer.named_parameters()
+            if any(name.startswith(f"{linear}.") for linear in self.linear)
+        }
         self._chunks = {
             own: _FEW for own, value in vars(mixer).items() if "chunk" in own and type(value) is int and value > _FEW
         }
@@ -118,7 +124,7 @@ class MixerCalls:
         with ExitStack() as stack:
             stack.enter_context(attributes(changes))
             stack.enter_context(attributes([(self.mixer, {"training": training, **self._chunks})]))
-            return torch.func.functional_call(self.mixer, dict(tensors), args, kwargs)
+            return torch.func.functional_call(self.mixer, {**self._unread, **tensors}, args, kwargs)
 
     def given(self) -> torch.Tensor:
         """Return the hidden state of the trace [rows, tokens, features], with values."""

@@ -67,6 +67,8 @@ def roles_of(calls: MixerCalls) -> Roles:
     try:
         first, second, third = (_ran(calls, record, tensors, own) for own in (hidden, other, later))
     except Exception as error:  # whatever a module does with random values
+        if isinstance(error, RuntimeError) and "meta" in str(error):
+            return Roles(problem="its code reads the matrix of a linear layer itself, or one that is not its own")
         return Roles(problem=f"it cannot be called alone ({said(error)})")
     names = [ran.name for ran in first]
     if len(set(names)) < len(names) or any(names != [ran.name for ran in own] for own in (second, third)):

@@ -19,9 +19,11 @@ from meshwright.errors import Problems, Refusal, coded, number_of
 from meshwright.layout import divisors
 from meshwright.plan.axes.context.mixers import mixer_bytes, mixer_counts
 from meshwright.plan.draft import Draft, Found
+from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
 from meshwright.plan.given.names import holder_of, without_repetition
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.result.context.attention_rows import CanvasFacts, CanvasRow, columns_of_rank
 from meshwright.plan.result.program import Action, Assign, Attend
 from meshwright.plan.result.sharding_plan import AttentionRow, ShardingPlan, itemsize
 
@@ -96,11 +98,11 @@ def resolve_attentions(draft: Draft) -> Found[tuple[AttentionRow, ...]]:
         kept_apart = options.packed and draft.structure.leaks_documents and not _carries(draft) and not _refusals(draft)
         # If they are not kept apart, the check of boundaries refuses documents that see each other.
         return Found(_rows(draft) if kept_apart else (), problems)
-    if draft.spec.twins:
+    if draft.spec.twins and not _knows_canvases(draft):
         problems.add(
             "cp.twice",
             f"cp={cp}: {draft.spec.family} has a stack of layers that runs twice, with attention from one pass to the other, "
-            "which context parallel does not support; the legal value is 1",
+            "and nothing says which keys it sees there; the legal value is 1",
         )
         return Found((), problems)
     if refused := _refusals(draft):
@@ -114,6 +116,12 @@ def _carries(draft: Draft) -> bool:
     """Return whether a state is carried along a sequence, from one document to the next."""
     attentions = draft.model.traces.attentions
     return attentions is not None and bool(attentions.states)
+
+
+def _knows_canvases(draft: Draft) -> bool:
+    """Return whether a trace followed the stack that attends to the keys of another one."""
+    attentions = draft.model.traces.attentions
+    return attentions is not None and any(isinstance(facts, CanvasFacts) for facts in attentions.rows)
 
 
 def _refusals(draft: Draft) -> Problems:
@@ -163,24 +171,27 @@ def _refusals(draft: Draft) -> Problems:
 
 
 def _rows(draft: Draft) -> tuple[AttentionRow, ...]:
-    tp, alone, attentions = draft.layout.size("tp"), draft.layout.size("cp") == 1, draft.model.traces.attentions
+    attentions = draft.model.traces.attentions
     assert attentions is not None
-    return tuple(
-        AttentionRow(
-            module=facts.module,
-            method=ContextMethod.GATHER if alone else draft.options.context_parallel,
-            kernel=attentions.kernel,
-            heads=facts.heads // tp,
-            kv_heads=max(1, facts.kv_heads // tp),
-            key_size=facts.key_size,
-            value_size=facts.value_size,
-            causal=facts.causal,
-            window=facts.window,
-            sinks=facts.sinks,
-            recompute=bool(draft.options.context_recompute),
-        )
-        for facts in attentions.rows
+    return tuple(_row(draft, facts, attentions.kernel) for facts in attentions.rows)
+
+
+def _row(draft: Draft, facts: AttentionFacts, kernel: str) -> AttentionRow:
+    tp, alone = draft.layout.size("tp"), draft.layout.size("cp") == 1
+    row = AttentionRow(
+        module=facts.module,
+        method=ContextMethod.GATHER if alone else draft.options.context_parallel,
+        kernel=kernel,
+        heads=facts.heads // tp,
+        kv_heads=max(1, facts.kv_heads // tp),
+        key_size=facts.key_size,
+        value_size=facts.value_size,
+        causal=facts.causal,
+        window=facts.window,
+        sinks=facts.sinks,
+        recompute=bool(draft.options.context_recompute),
     )
+    return CanvasRow(**vars(row), canvas=facts.canvas) if isinstance(facts, CanvasFacts) else row
 
 
 def _head_problems(cp: int, rows: Sequence[AttentionRow]) -> Problems:
@@ -266,14 +277,15 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
     cp, sizes = plan.layout.size("cp"), mixer_bytes(plan, tokens)
     for row in plan.attentions:
         (forwards, backwards), item = plan.runs(row.module), _itemsize(plan)
-        keys = tokens * row.kv_heads * (row.key_size + row.value_size) * item
+        keys = (tokens + _columns(plan, row, tokens)) * row.kv_heads * (row.key_size + row.value_size) * item
         if row.method is ContextMethod.GATHER:
             sizes["all_gather"] += (forwards + backwards * row.recompute) * keys * cp
             sizes["reduce_scatter"] += backwards * keys * cp
         elif row.method is ContextMethod.ULYSSES:
             repeated = keys * max(1, cp // row.kv_heads)
-            queries = tokens * row.heads * row.key_size * item
-            outputs = tokens * row.heads * row.value_size * item
+            queried = _columns(plan, row, tokens) or tokens
+            queries = queried * row.heads * row.key_size * item
+            outputs = queried * row.heads * row.value_size * item
             sizes["all_to_all"] += (forwards + backwards) * (queries + repeated + outputs)
             sizes["all_to_all"] += backwards * row.recompute * (queries + repeated)
         else:
@@ -287,15 +299,23 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
 
 def ring_message_bytes(plan: ShardingPlan, row: AttentionRow, tokens: int) -> tuple[int, int]:
     """Return the bytes of the keys and values that an attention passes on, and of their gradients, for ``tokens`` of a rank."""
-    numbers, item = tokens * row.kv_heads * (row.key_size + row.value_size), _itemsize(plan)
+    keys, item = tokens + _columns(plan, row, tokens), _itemsize(plan)
+    numbers = keys * row.kv_heads * (row.key_size + row.value_size)
     return numbers * item, numbers * max(item, itemsize("float32"))  # gradients are added up in fp32 or better on their way
 
 
 def gathered_bytes(plan: ShardingPlan, tokens: int) -> int:
     """Return the bytes of the gathered keys and values of the largest attention, for ``tokens`` of a microbatch on a rank."""
     cp, item = plan.layout.size("cp"), _itemsize(plan)
-    sizes = [tokens * cp * row.kv_heads * (row.key_size + row.value_size) * item for row in plan.attentions]
+    sizes = [
+        (tokens + _columns(plan, row, tokens)) * cp * row.kv_heads * (row.key_size + row.value_size) * item
+        for row in plan.attentions
+    ]
     return max(sizes, default=0) if plan.options.context_parallel is ContextMethod.GATHER else 0
+
+
+def _columns(plan: ShardingPlan, row: AttentionRow, tokens: int) -> int:
+    return columns_of_rank(row, tokens, plan.layout.size("cp"), plan.sequence_multiple)
 
 
 def _itemsize(plan: ShardingPlan) -> int:
