@@ -86,13 +86,13 @@ def measure(device: torch.device, cp: int, method: str, length: int, checkpointi
         with mw.context_parallel(plan, mesh, batch) as shard:
             sequences = sequences_of(shard["position_ids"])
         context: _Context = next(vars(m)["_meshwright_context"] for m in model.modules() if "_meshwright_context" in vars(m))
-        pieces = context._pieces(length)
+        pieces = context.share.pieces(length)
 
         def visible(queries: range, keys: range) -> range:
             seen = sequences.keys(queries, True, None)
             return range(max(seen.start, keys.start), min(seen.stop, keys.stop))
 
-        ring = _Plan(pieces, visible, lambda *_: None, 1.0, None, context.group)
+        ring = _Plan(pieces[context.rank], pieces, visible, lambda *_: None, 1.0, None, context.group)
         pairs = sum(len({(at.start, place.start) for at, place, *_ in ring.blocks(source, 1)}) for source in range(cp))
         found["skipped"] = 1 - pairs / (cp * len(pieces[0]) ** 2)
     return found

@@ -49,7 +49,8 @@ def write_matrix(
         Whether no cell failed. A refusal is no failure.
     """
     begun = time.perf_counter()
-    rows, cells = read_rows(data), {}
+    rows = read_rows(data)
+    cells = {at: cell_of(row) for at, row in rows.items() if at[0] in families}
     output.parent.mkdir(parents=True, exist_ok=True)
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
         for place in places:
@@ -66,7 +67,7 @@ def write_matrix(
             outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
             counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
             say(f"{place.label}: {counts} ({time.perf_counter() - begun:.0f} s)")
-    output.write_text(_page(cells, families, places, variants))
+            output.write_text(_page(cells, families, places, variants))  # if this is interrupted, the page has what is known
     return all(cell.outcome is not Outcome.FAILS for cell in cells.values())
 
 

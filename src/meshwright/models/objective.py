@@ -138,6 +138,8 @@ class Objective(ABC):
         frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
         metric_names: names of what :meth:`metrics` returns, as it was tried.
         wanted: names of values of tokens that one forward computes, as they were asked for when it was tried.
+        canvas_sizes: number of columns of the canvas of a sequence, at most, and of tokens of the sequence, for objectives that
+            have a second sequence beside each; ``None``: it has none.
         added: what :meth:`modules` returned.
         module_runs: how often each of these is called for a batch, and how often of these with gradient, as it was tried.
     """
@@ -158,6 +160,7 @@ class Objective(ABC):
     documents = False
     gathers = False
     reference: "bool | Literal['precomputed']" = False
+    canvas_sizes: tuple[int, int] | None = None
     whole_logits = False
     without_head = False
     collectives = (0, 0, 0)

@@ -28,7 +28,7 @@ from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
-from meshwright.plan.result.context.attention_rows import CanvasRow, columns_of_rank
+from meshwright.plan.result.context.canvas_rows import CanvasRow, columns_of_rank
 from meshwright.plan.result.program import Attend
 from meshwright.train.start.run_plan import with_canvases
 from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma

@@ -87,7 +87,9 @@ def test_gathered_keys_are_priced() -> None:
 
 
 def test_the_attentions_of_a_stack_that_denoises_are_read_from_a_training_forward() -> None:
-    rows = planned(tiny_diffusion_gemma(), Layout(dp_shard=1, cp=2)).attentions
+    plan = planned(tiny_diffusion_gemma(), Layout(dp_shard=1, cp=2))
+    rows = plan.attentions
+    assert ShardingPlan.from_json(plan.to_json()) == plan
     assert [(row.module.split(".layers.")[0], row.mask, row.key_size) for row in rows] == [
         ("model.encoder.language_model", "window of 8", 8),
         ("model.encoder.language_model", "causal", 16),

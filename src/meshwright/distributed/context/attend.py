@@ -29,7 +29,7 @@ from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.context.sharing import FUNCTION
 from meshwright.plan.given.attentions import unknown_argument
 from meshwright.plan.given.closed_choices import ContextMethod
-from meshwright.plan.result.context.attention_rows import CanvasRow
+from meshwright.plan.result.context.canvas_rows import CanvasRow
 from meshwright.plan.result.program import Attend
 
 __all__ = ["attend_over_ranks", "share_of"]

@@ -12,6 +12,8 @@ The next part is on its way while one is computed. A part that no query of this 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -67,22 +69,25 @@ def ring_attention(
     return _Ring.apply(query, key, value, sinks, plan)
 
 
+@dataclass(frozen=True)
 class _Plan:
-    """What does not need a gradient."""
+    """What does not need a gradient: the arguments of :func:`ring_attention` under their names."""
 
-    def __init__(
-        self,
-        queries: Sequence[range],
-        pieces: Pieces,
-        visible: Visible,
-        mask: Mask,
-        scaling: float,
-        softcap: float | None,
-        group: Group,
-    ) -> None:
-        self.queries, self.pieces, self.visible, self.mask, self.group = queries, pieces, visible, mask, group
-        self.scaling, self.softcap = scaling, softcap
-        self.ranks, self.rank = len(pieces), dist.get_rank(group)
+    queries: Sequence[range]
+    pieces: Pieces
+    visible: Visible
+    mask: Mask
+    scaling: float
+    softcap: float | None
+    group: Group
+
+    @property
+    def ranks(self) -> int:
+        return len(self.pieces)
+
+    @cached_property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
 
     def blocks(self, source: int, heads: int) -> list[tuple[slice, slice, range, range]]:
         """Return the blocks of queries of this rank and keys of another that are computed.

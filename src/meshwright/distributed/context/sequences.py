@@ -22,7 +22,15 @@ from meshwright.errors import ConfigError
 from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["Sequences", "carry_sequences_to", "context_parallel", "join_sequences", "sequences_of", "share_batch"]
+__all__ = [
+    "Sequences",
+    "are_same_entries",
+    "carry_sequences_to",
+    "context_parallel",
+    "join_sequences",
+    "sequences_of",
+    "share_batch",
+]
 
 _SEQUENCES = "_meshwright_sequences"
 
@@ -228,10 +236,15 @@ def sequences_of(position_ids: torch.Tensor | None) -> Sequences | None:
     if position_ids is None:
         return None
     whole = position_ids._base  # a model may repeat positions for axes of its rotary embedding, and take the first of them
-    if _SEQUENCES in vars(position_ids) or whole is None:
-        return vars(position_ids).get(_SEQUENCES)
-    same = whole.shape == position_ids.shape and whole.stride() == position_ids.stride()
-    return vars(whole).get(_SEQUENCES) if same and whole.data_ptr() == position_ids.data_ptr() else None
+    known = whole if whole is not None and are_same_entries(position_ids, whole) else position_ids
+    return vars(position_ids).get(_SEQUENCES) or vars(known).get(_SEQUENCES)
+
+
+def are_same_entries(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors, one of which may be a view of the other one, have the same entries in the same memory."""
+    own, whole = (one if one._base is None else one._base for one in (tensor, other))
+    places = ((one.shape, one.stride(), one.storage_offset()) for one in (tensor, other))
+    return own is whole and len(set(places)) == 1
 
 
 def carry_sequences_to(source: torch.Tensor, copy: torch.Tensor) -> None:

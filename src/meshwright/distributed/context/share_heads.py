@@ -11,6 +11,7 @@ The plan says which linear layers open and close a mixer (:mod:`meshwright.plan.
 The gradient of a slice is that of the whole parameter, with zeros beside it. The sum over `cp` adds them up.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from meshwright.plan.result.context.heads_action import ShareHeads
 __all__ = ["share_heads"]
 
 Forward = Callable[..., Any]
+
+_OF_TOKENS = re.compile("mask|seq_idx|cu_seq")
+"""Names of arguments by which families are told which tokens are padding, or where documents begin."""
 
 
 class _ReachedError(Exception):
@@ -82,12 +86,13 @@ class _Mixer:
 
     def _check(self, hidden: torch.Tensor, args: Any, kwargs: Any) -> None:
         leaves, _ = tree_flatten((args, kwargs))
-        numbers = [item for item in leaves if isinstance(item, torch.Tensor) and not item.is_floating_point()]
-        if "seq_idx" in kwargs or any(item.dtype is torch.bool and item.shape[:2] == hidden.shape[:2] for item in numbers):
+        masks = [item for item in leaves if isinstance(item, torch.Tensor) and item.dtype is torch.bool]
+        named = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and _OF_TOKENS.search(name)]
+        if named or any(mask.shape[:2] == hidden.shape[:2] for mask in masks):
             raise UnsupportedError(
                 "cp.argument",
-                f"{type(self.mixer).__name__}: under context parallel a mixer takes no mask and no seq_idx, which would be "
-                "those of a part of each sequence; leave them out, and give documents rows of their own",
+                f"{type(self.mixer).__name__}: under context parallel a mixer takes no {' and no '.join(named) or 'mask'}, "
+                "which would be of a part of each sequence; leave it out, and give documents rows of their own",
             )
 
     def _opened(self, hidden: torch.Tensor, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
@@ -139,10 +144,9 @@ class _Mixer:
 
     def _tokens(self, tensors: Sequence[torch.Tensor], pieces: Sequence[tuple[range, ...]]) -> list[torch.Tensor]:
         """Exchange the features of this rank's heads [rows, positions, features] for all features of its tokens."""
-        came = exchange_for_positions(
-            torch.cat(list(tensors), -1).unsqueeze(1), pieces, self.group
-        )  # [rows, ranks, tokens, ...]
-        parts = came.split([tensor.shape[-1] for tensor in tensors], -1)
+        by_rank = exchange_for_positions(torch.cat(list(tensors), -1).unsqueeze(1), pieces, self.group)
+        # by_rank: [rows, ranks, tokens, features of a rank]
+        parts = by_rank.split([tensor.shape[-1] for tensor in tensors], -1)
         return [part.transpose(1, 2).flatten(2).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _forwards(

@@ -36,7 +36,6 @@ class BlockDiffusion(Objective):
 
     Attributes:
         columns: number of columns that noise is drawn for, of every sequence.
-        canvas_sizes: number of columns of the canvas of a sequence, at most, and of tokens of the sequence, for a plan.
     """
 
     name = "block_diffusion"

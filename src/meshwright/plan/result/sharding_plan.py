@@ -10,6 +10,7 @@ from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import within
 from meshwright.plan.given.options import DTYPES, NF4, NF4_BLOCK, ParallelOptions
 from meshwright.plan.result.action_values import describe, read_action, read_row, read_tuples, values_of
+from meshwright.plan.result.context.canvas_rows import CanvasRow
 from meshwright.plan.result.differences import PlanDifference, field_differences, row_differences
 from meshwright.plan.result.program import Action
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
@@ -173,12 +174,13 @@ class ShardingPlan:
         units = tuple(read_row(UnitRow, item) for item in content["units"])
         sliced = tuple(read_row(TensorParallelRow, item) for item in content.get("tensor_parallel", []))
         experts = tuple(read_row(ExpertsRow, item) for item in content.get("experts", []))
-        attentions = tuple(read_row(AttentionRow, item) for item in content.get("attentions", []))
+        attentions = tuple(
+            read_row(CanvasRow if "canvas" in item else AttentionRow, item) for item in content.get("attentions", [])
+        )
         mixers = tuple(read_row(MixerShare, item) for item in content.get("mixers", []))
         loss = read_row(LossRow, content["loss"]) if content.get("loss") else None
-        rows = {
-            (type(own), own.name): own for own in (*units, *sliced, *experts, *attentions, *mixers, *([loss] if loss else []))
-        }
+        rows = {(type(own), own.name): own for own in (*units, *sliced, *experts, *mixers, *([loss] if loss else []))}
+        rows |= {(AttentionRow, own.name): own for own in attentions}
         return cls(
             family=content["family"],
             layout=Layout(**content["layout"]),

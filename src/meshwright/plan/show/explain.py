@@ -23,7 +23,7 @@ from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
 from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import generalize
 from meshwright.plan.result.action_values import describe
-from meshwright.plan.result.context.attention_rows import CanvasRow
+from meshwright.plan.result.context.canvas_rows import CanvasRow
 from meshwright.plan.result.sharding_plan import (
     AttentionRow,
     ExpertsRow,

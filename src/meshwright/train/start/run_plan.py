@@ -121,7 +121,7 @@ def check_run(
 
 def with_canvases(spec: ParallelSpec, objective: Objective) -> ParallelSpec:
     """Return a spec whose traces know how long the canvases of an objective are, if it has some: a plan counts their bytes."""
-    canvas, traces = getattr(objective, "canvas_sizes", None), cast("Callable[..., Traces] | None", spec.traces)
+    canvas, traces = objective.canvas_sizes, cast("Callable[..., Traces] | None", spec.traces)
     return spec if canvas is None or traces is None else replace(spec, traces=partial(traces, canvas=canvas))
 
 

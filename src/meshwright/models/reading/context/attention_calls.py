@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshwright.distributed.context.sequences import are_same_entries
 from meshwright.errors import Problems, Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.context.mixer_calls import linear_layers
@@ -110,7 +111,8 @@ class AttentionTracer(Tracer):
             problem = Refusal(
                 "cp.attention", f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.tokens.length} tokens"
             )
-        if not problem and not _same_entries(options.get("position_ids"), self.inputs.positions):
+        given = options.get("position_ids")
+        if not problem and not (isinstance(given, torch.Tensor) and are_same_entries(given, self.inputs.positions)):
             problem = Refusal(
                 "cp.positions", "does not get the position_ids of the batch, which say where its tokens are in the sequence"
             )
@@ -159,15 +161,6 @@ class AttentionTracer(Tracer):
 
 def _problem(code: str, what: str, operator: Operator) -> Refusal:
     return Refusal(code, f"{operator.module or 'the model'!r} {what} ({operator.function})")
-
-
-def _same_entries(tensor: Any, other: torch.Tensor) -> bool:
-    """Return whether a value is a tensor, or a view of it that has the same entries in the same places of memory."""
-    if tensor is other or not isinstance(tensor, torch.Tensor):
-        return tensor is other
-    base = other if other._base is None else other._base
-    places = ((own.shape, own.stride(), own.storage_offset()) for own in (tensor, other))
-    return tensor._base is base and len(set(places)) == 1
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:

@@ -1,6 +1,6 @@
 """What the linear layers of a mixer are: those at its entry, whose outputs are mixed along the sequence, and the one after."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -84,13 +84,8 @@ def roles_of(calls: MixerCalls) -> Roles:
     paths = _paths([ran for ran in first if ran.name not in mixed], hidden)
     roles = Roles(tuple(paths), tuple(paths.values()), (mixed[0], *_between(calls, record, tensors)))
     if not all(paths.values()) and not _treats_tokens_alone(calls, record, tensors, roles, first):
-        return replace_problem(roles, "what runs before a linear layer at its entry needs more than one token")
+        return replace(roles, problem="what runs before a linear layer at its entry needs more than one token")
     return roles
-
-
-def replace_problem(roles: Roles, problem: str) -> Roles:
-    """Return roles with a problem."""
-    return Roles(roles.openings, roles.paths, roles.closings, problem)
 
 
 def _ran(calls: MixerCalls, record: _Recorder, tensors: dict[str, torch.Tensor], hidden: torch.Tensor) -> list[_Ran]:

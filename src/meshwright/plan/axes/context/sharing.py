@@ -21,9 +21,10 @@ from meshwright.plan.axes.context.mixers import mixer_bytes, mixer_counts
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
+from meshwright.plan.given.context.canvas_facts import CanvasFacts
 from meshwright.plan.given.names import holder_of, without_repetition
 from meshwright.plan.given.options import ParallelOptions
-from meshwright.plan.result.context.attention_rows import CanvasFacts, CanvasRow, columns_of_rank
+from meshwright.plan.result.context.canvas_rows import CanvasRow, columns_of_rank
 from meshwright.plan.result.program import Action, Assign, Attend
 from meshwright.plan.result.sharding_plan import AttentionRow, ShardingPlan, itemsize
 

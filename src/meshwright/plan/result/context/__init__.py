@@ -1,1 +1,1 @@
-"""What a plan with context parallel alone has an action for."""
+"""What only plans with context parallel have."""

@@ -1,31 +1,18 @@
-"""Attentions over a canvas: what a trace says of one, and what a plan says of it under context parallel.
+"""Attentions over a canvas (:mod:`~meshwright.plan.given.context.canvas_facts`) in a plan with context parallel.
 
-A *canvas* is a second sequence beside the clean one. Its columns attend to earlier clean tokens and to the columns of their own
-block, both by one rule that the family gives. The ranks of ``cp`` share the columns of a canvas as they share positions.
+The ranks of ``cp`` share the columns of a canvas as they share positions.
 """
 
 from dataclasses import dataclass
 
-from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.result.rows import AttentionRow
 
-__all__ = ["CanvasFacts", "CanvasRow", "columns_of_rank"]
-
-
-@dataclass(frozen=True)
-class CanvasFacts(AttentionFacts):
-    """How the attention of a decoder calls its function: with queries of a canvas, and keys of the clean sequence and of it.
-
-    Attributes:
-        canvas: number of columns of the canvas of a sequence, at most, and of tokens of the sequence; ``None``: unknown.
-    """
-
-    canvas: tuple[int, int] | None = None
+__all__ = ["CanvasRow", "columns_of_rank"]
 
 
 @dataclass(frozen=True)
 class CanvasRow(AttentionRow):
-    """How such an attention works on a part of each canvas.
+    """How an attention over a canvas works on a part of it.
 
     Attributes:
         canvas: number of columns of the canvas of a sequence, at most, and of tokens of the sequence, both without padding;
