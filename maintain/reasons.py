@@ -22,7 +22,7 @@ _REASONS = (
      "the model stores parameters of one layer in several dtypes, and FSDP gathers them as one buffer."),
     ("random", "audit.random",
      "the model draws random numbers in training whatever its config says, so that no two runs of it agree."),
-    ("heads", "tp.heads tp.entries tp.packed",
+    ("heads", "tp.heads tp.entries tp.packed cp.heads",
      "the number of heads, or of what else is sliced, has no divisor that the axis could be."),
     ("styles", "tp.no_styles",
      "the model declares no tensor parallel plan, and its layers have no pair of matrices that can be sliced."),
