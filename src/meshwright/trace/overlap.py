@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from meshwright.plan.axes.context.sharing import ring_message_bytes
+from meshwright.plan.axes.context.sharing import attention_runs, ring_message_bytes
 from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
 from meshwright.plan.axes.pipeline.replay import Replay, replay_of_plan
@@ -145,7 +145,7 @@ def exposed_of_ring(plan: ShardingPlan, length: int, speeds: Speeds, price: Pric
     for row in plan.attentions:
         if row.method is not ContextMethod.RING:
             continue
-        (forwards, backwards), sent, returned = plan.runs(row.module), *ring_message_bytes(plan, row, tokens)
+        (forwards, backwards), sent, returned = attention_runs(plan, row), *ring_message_bytes(plan, row, tokens)
         keys, gradients = price("cp", "send", sent), price("cp", "send", returned)
         # Of the four pairs of chunks of a part, a causal zigzag computes three of a rank's own and two of another's; where the
         # sequence is cut otherwise, the last rank sees all.

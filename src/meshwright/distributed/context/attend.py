@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.distributed.context.attention_kernels import AttentionRule, attention
+from meshwright.distributed.context.carried import carry_sequences, running_sequences
 from meshwright.distributed.context.canvases import Canvases, Share, canvases_of
 from meshwright.distributed.context.ring import ring_attention
 from meshwright.distributed.context.sequence_moves import exchange_for_heads, exchange_for_positions, gather_positions
@@ -51,7 +52,10 @@ def attend_over_ranks(model: nn.Module, action: Attend, mesh: ParallelMesh) -> N
     AttentionInterface.register(FUNCTION, torch.compiler.disable(attend))
     group = mesh[action.axis].get_group()
     context = _Context(action, group, dist.get_world_size(group), dist.get_rank(group))
-    vars(model.get_submodule(action.module))[_CONTEXT] = context
+    module = model.get_submodule(action.module)
+    vars(module)[_CONTEXT] = context
+    if action.row.carried:
+        carry_sequences(model, module)
 
 
 def share_of(model: nn.Module) -> Share:
@@ -85,7 +89,8 @@ def attend(
         scaling: factor of the scores; ``None``: one over the root of the key size.
         softcap: scores are at most this large, by a tanh; ``None``: they are not limited.
         s_aux: [heads], the sinks.
-        position_ids: [batch, positions], those of the shard that :func:`share_batch` made.
+        position_ids: [batch, positions], those of the shard that :func:`share_batch` made; ``None`` where the plan says that
+            the model passes none on, but is called with them.
         others: what changes nothing, or is in the plan (the window).
 
     Returns:
@@ -97,7 +102,10 @@ def attend(
     context: _Context = vars(module)[_CONTEXT]
     action, name = context.action, type(module).__name__
     over_canvas = isinstance(action.row, CanvasRow)
-    sequences = canvases_of(position_ids) if over_canvas else sequences_of(position_ids)
+    if action.row.carried and position_ids is None:
+        sequences = running_sequences()
+    else:
+        sequences = canvases_of(position_ids) if over_canvas else sequences_of(position_ids)
     if sequences is None:
         inside = "call the model inside `with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself"
         canvas = "part of a canvas; call the model with denoise=batch, as the objective of its family does"

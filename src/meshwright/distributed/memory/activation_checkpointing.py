@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.context.carried import taken_along, takes_along
 from meshwright.distributed.memory.kept_results import ROUTES, Operators, dropout_argument, selective_contexts
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import PlanError, Problems
@@ -55,6 +56,7 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
     if is_checkpointed(module):
         return
     inner = module.forward
+    along = takes_along(module)
     options: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(selective_contexts, kept)}
 
     @functools.wraps(inner)
@@ -69,6 +71,7 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
         def run(*values: Any) -> Any:
             return inner(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)), **others)
 
+        run = taken_along(run) if along else run
         return checkpoint(run, *args, *(kwargs[name] for name in names), use_reentrant=False, **options)
 
     module.forward = forward

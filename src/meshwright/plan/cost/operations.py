@@ -55,7 +55,7 @@ def _attention_operations(row: AttentionFacts, length: int) -> float:
     keys = length / 2 if row.causal else float(length)
     if row.window is not None and row.window < length:
         keys = row.window - row.window**2 / (2 * length)
-    return 2.0 * row.heads * (row.key_size + row.value_size) * keys
+    return 2.0 * row.calls * row.heads * (row.key_size + row.value_size) * keys
 
 
 def _runs(model: Inspection, module: str) -> int:

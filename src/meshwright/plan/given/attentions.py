@@ -43,6 +43,8 @@ class AttentionFacts:
         window: number of keys up to its own that a query sees; ``None``: all.
         sinks: whether each head has a sink: one more logit in the softmax, without a value.
         dropout: probability of dropout on the attention weights.
+        carried: whether the model does not pass its ``position_ids`` on to this attention.
+        calls: how often the module calls the function when it runs once.
         problem: why the ranks of ``cp`` cannot share it; empty: they can.
     """
 
@@ -55,6 +57,8 @@ class AttentionFacts:
     window: int | None = None
     sinks: bool = False
     dropout: float = 0.0
+    carried: bool = False
+    calls: int = 1
     problem: str = ""
 
 

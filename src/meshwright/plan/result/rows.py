@@ -241,6 +241,8 @@ class AttentionRow:
         window: number of keys up to its own that a query sees; ``None``: all.
         sinks: whether each head has a sink, one more logit without a value.
         recompute: whether backward gets keys and values again, instead of keeping them.
+        carried: whether the forward of the model carries the positions to it, because no argument does.
+        calls: how often the module attends when it runs once.
     """
 
     module: str
@@ -254,6 +256,8 @@ class AttentionRow:
     window: int | None
     sinks: bool
     recompute: bool
+    carried: bool = False
+    calls: int = 1
 
     @property
     def name(self) -> str:

@@ -198,7 +198,11 @@ def _pipeline(plan: ShardingPlan) -> str:
 
 
 def _attention(plan: ShardingPlan) -> str:
-    rows = {(row.method, row.kernel, row.causal, row.window is None, row.sinks, row.recompute) for row in plan.attentions}
+    rows = {
+        (row.method, row.kernel, row.causal, row.window is None, row.sinks, row.recompute)
+        + ((row.carried, row.calls) if row.carried or row.calls > 1 else ())  # of all others it is as it was
+        for row in plan.attentions
+    }
     balance = f"{plan.options.context_balance}, " if plan.layout.size("cp") > 1 else ""
     return balance + _digest(sorted(map(str, rows)))
 

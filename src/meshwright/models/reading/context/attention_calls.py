@@ -10,7 +10,9 @@ What mixes tokens outside of this function would be wrong on a part of a sequenc
 Such operators are found by the length of the sequence, a prime that no parameter has as a size.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +54,7 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     if found is None:
         return Attentions((), (Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     states, problems = _in_mixers(model, found)
-    return Attentions(tuple(found.rows.values()), tuple(dict.fromkeys(problems)), compat.attention_of(model), states)
+    return Attentions(found.attentions(), tuple(dict.fromkeys(problems)), compat.attention_of(model), states)
 
 
 def _in_mixers(model: nn.Module, found: "AttentionTracer") -> tuple[tuple[tuple[str, str], ...], Problems]:
@@ -100,6 +102,8 @@ class AttentionTracer(Tracer):
         self.problems = Problems()
         self.mixing: list[tuple[str, Refusal]] = []
         self._own_positions = Labels()
+        self._runs: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
 
     def attention(self, call: Attention) -> None:
@@ -112,20 +116,39 @@ class AttentionTracer(Tracer):
                 "cp.attention", f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.tokens.length} tokens"
             )
         given = options.get("position_ids")
-        if not problem and not (isinstance(given, torch.Tensor) and are_same_entries(given, self.inputs.positions)):
+        if not problem and isinstance(given, torch.Tensor) and not are_same_entries(given, self.inputs.positions):
             problem = Refusal(
-                "cp.positions", "does not get the position_ids of the batch, which say where its tokens are in the sequence"
+                "cp.positions", "gets other position_ids than those of the batch, which say where its tokens are in the sequence"
             )
         if not problem and (unknown := unknown_argument(options)):
             problem = Refusal(
                 "cp.argument", f"calls its attention function with {unknown!r}, which context parallel does not know"
             )
-        if not problem and call.module in self.rows:
-            problem = Refusal("cp.twice", "runs twice in a forward")
-        self.rows[call.module] = AttentionFacts(
+        facts = AttentionFacts(
             call.module, query.shape[1], key.shape[1], key.shape[3], call.value.shape[3], causal, window,
-            sinks=isinstance(options.get("s_aux"), torch.Tensor), dropout=float(dropout or 0.0), problem=problem,
+            sinks=isinstance(options.get("s_aux"), torch.Tensor), dropout=float(dropout or 0.0), carried=given is None,
+            problem=problem,
         )  # fmt: skip
+        known = self.rows.setdefault(call.module, facts)
+        if known != facts and not known.problem:
+            self.rows[call.module] = replace(
+                facts, problem=problem or Refusal("cp.twice", "runs twice in a forward, with masks or heads of two kinds")
+            )
+        self._calls[call.module] += 1
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Count how often a module runs."""
+        self._runs[name] += 1
+
+    def attentions(self) -> tuple[AttentionFacts, ...]:
+        """Return what was recorded of each attention, with the number of its calls in a run."""
+        return tuple(self._counted(facts) for facts in self.rows.values())
+
+    def _counted(self, facts: AttentionFacts) -> AttentionFacts:
+        calls, rest = divmod(self._calls[facts.module], max(1, self._runs[facts.module]))
+        if rest and not facts.problem:
+            return replace(facts, problem=Refusal("cp.twice", "attends in some of its runs more often than in others"))
+        return replace(facts, calls=max(1, calls))
 
     def _mask(self, mask: Any) -> tuple[str, bool, int | None]:
         """Return why the mask is none that can be shared (empty: it can), whether it is causal, and its window."""

@@ -32,6 +32,7 @@ __all__ = [
     "FUNCTION",
     "attention_actions",
     "attention_program",
+    "attention_runs",
     "context_bytes",
     "context_counts",
     "gathered_bytes",
@@ -191,6 +192,8 @@ def _row(draft: Draft, facts: AttentionFacts, kernel: str) -> AttentionRow:
         window=facts.window,
         sinks=facts.sinks,
         recompute=bool(draft.options.context_recompute),
+        carried=facts.carried,
+        calls=facts.calls,
     )
     return CanvasRow(**vars(row), canvas=facts.canvas) if isinstance(facts, CanvasFacts) else row
 
@@ -254,7 +257,7 @@ def context_counts(plan: ShardingPlan) -> Counter[str]:
     counts["all_reduce"] += plan.options.objective_sums
     counts.update(mixer_counts(plan))
     for row in plan.attentions:
-        forwards, backwards = plan.runs(row.module)
+        forwards, backwards = attention_runs(plan, row)
         if row.method is ContextMethod.RING:
             # Keys and values visit each other rank once; in backward their gradients travel with them, and home at the end.
             counts["send"] += (cp - 1) * forwards + (2 * cp - 1) * backwards
@@ -277,7 +280,7 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
     """
     cp, sizes = plan.layout.size("cp"), mixer_bytes(plan, tokens)
     for row in plan.attentions:
-        (forwards, backwards), item = plan.runs(row.module), _itemsize(plan)
+        (forwards, backwards), item = attention_runs(plan, row), _itemsize(plan)
         keys = (tokens + _columns(plan, row, tokens)) * row.kv_heads * (row.key_size + row.value_size) * item
         if row.method is ContextMethod.GATHER:
             sizes["all_gather"] += (forwards + backwards * row.recompute) * keys * cp
@@ -296,6 +299,12 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
         numbers = sum(row.experts + 1 for row in plan.experts if row.router)
         sizes["all_reduce"] += plan.options.balance_loss * numbers * itemsize("float32")
     return Counter({kind: size * plan.options.microbatches for kind, size in sizes.items()})
+
+
+def attention_runs(plan: ShardingPlan, row: AttentionRow) -> tuple[int, int]:
+    """Return how often an attention is computed in a microbatch, and how often of these with gradient."""
+    forwards, backwards = plan.runs(row.module)
+    return forwards * row.calls, backwards * row.calls
 
 
 def ring_message_bytes(plan: ShardingPlan, row: AttentionRow, tokens: int) -> tuple[int, int]:
