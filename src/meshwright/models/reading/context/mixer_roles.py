@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from meshwright.models.reading.context.mixer_calls import MixerCalls, linear_layers
 from meshwright.models.reading.tracing import hooked, tensors_in
@@ -96,17 +98,33 @@ def _ran(calls: MixerCalls, record: _Recorder, tensors: dict[str, torch.Tensor],
 
 
 def _between(calls: MixerCalls, record: _Recorder, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Return the modules with parameters, but no linear layer in them, that get tokens [rows, tokens, features]."""
-    found: list[str] = []
-    shape = calls.given().shape[:2]
+    """Return the modules with parameters, but no linear layer in them, that get tokens [rows, tokens, features] alone.
 
-    def note(name: str, args: Any, kwargs: Any) -> None:
-        given = [item for item in tensors_in((args, kwargs)) if item.is_floating_point()]
-        if given and all(item.ndim == 3 and item.shape[:2] == shape for item in given):
-            found.append(name)
+    What such a module returns for some of the tokens must be what it returns for them among all.
+    """
+    found: list[str] = []
+    shape, some = calls.given().shape[:2], torch.arange(calls.tokens - 1, -1, -2)
+    inside: list[str] = []
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = tensors_in((args, kwargs))
+        if inside or not given or any(item.ndim != 3 or item.shape[:2] != shape for item in given):
+            return
+        inside.append(name)
+        try:
+            args, kwargs = tree_map_only(torch.Tensor, lambda own: own[:, some], (args, kwargs))
+            alone = zip(tensors_in(module.forward(*args, **kwargs)), tensors_in(output), strict=True)
+            if all(part.shape == whole[:, some].shape and torch.allclose(part, whole[:, some]) for part, whole in alone):
+                found.append(name)
+        except Exception:  # it needs all tokens
+            pass
+        finally:
+            inside.clear()
 
     handles = [
-        module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
+        module.register_forward_hook(
+            lambda module, args, kwargs, output, name=name: note(name, module, args, kwargs, output), with_kwargs=True
+        )
         for name, module in calls.mixer.named_modules()
         if name and any(True for _ in module.parameters()) and not linear_layers(module)
     ]
