@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.context.attend import attend_over_ranks
+from meshwright.distributed.context.count_positions import count_positions
 from meshwright.distributed.context.share_heads import share_heads
 from meshwright.distributed.data.fsdp_units import prefetch, wrap
 from meshwright.distributed.data.twin_units import join_twins, part_twins
@@ -34,6 +35,7 @@ from meshwright.plan.result.program import (
     ChunkLoss,
     Compile,
     Compute,
+    CountPositions,
     Cut,
     Dispatch,
     Freeze,
@@ -58,6 +60,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     Dispatch: dispatch_tokens,
     Attend: attend_over_ranks,
     ShareHeads: share_heads,
+    CountPositions: count_positions,
     ChunkLoss: chunk_loss,
     Recompute: recompute,
     Freeze: freeze,

@@ -26,6 +26,10 @@ class TokenDimension:
         """Return whether a dimension counts tokens, or tokens times something."""
         return any(map(self._counts, tensor.shape))
 
+    def dimensions(self, tensor: torch.Tensor) -> int:
+        """Return how many dimensions count tokens."""
+        return sum(map(self._counts, tensor.shape))
+
     def _counts(self, size: int) -> bool:
         return size > 0 and size % self.length == 0
 

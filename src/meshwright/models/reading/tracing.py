@@ -79,6 +79,10 @@ class Labels(WeakIdKeyDictionary):
         """Return the labels of those tensors that have one."""
         return [self[tensor] for tensor in tensors if tensor in self]
 
+    def among_tensors(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those tensors that have a label."""
+        return [tensor for tensor in tensors if tensor in self]
+
     def put(self, tensors: Iterable[torch.Tensor], label: Any = True) -> None:
         """Give tensors a label."""
         for tensor in tensors:

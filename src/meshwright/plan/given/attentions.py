@@ -70,6 +70,8 @@ class Attentions:
         rows: its attentions, in the order in which they run.
         problems: what mixes tokens outside of them and of mixers, or why this cannot be known.
         kernel: what they compute with, the value of ``attn_implementation``.
+        counted: (name of a module, file and line of its code), for each place where the model counts tokens itself and
+            computes with these positions.
         states: (name of a mixer, what mixes tokens in it), for each module that does so between linear layers of its own.
     """
 
@@ -77,3 +79,4 @@ class Attentions:
     problems: tuple[str, ...] = ()
     kernel: str = ""
     states: tuple[tuple[str, str], ...] = ()
+    counted: tuple[tuple[str, tuple[str, int]], ...] = ()

@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel
 from meshwright.plan.given.closed_choices import ContextBalance
+from meshwright.plan.result.context.count_action import CountPositions
 from meshwright.plan.result.context.heads_action import ShareHeads
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, TensorParallelRow, UnitRow
 
@@ -23,6 +24,7 @@ __all__ = [
     "ChunkLoss",
     "Compile",
     "Compute",
+    "CountPositions",
     "Cut",
     "Dispatch",
     "Engine",
@@ -331,8 +333,8 @@ class Compile:
 
 
 Action = (
-    Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | ChunkLoss | Recompute | Freeze | Pack | PartTwins | Wrap
-    | JoinTwins | Prefetch | Compile
+    Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | CountPositions | ChunkLoss | Recompute | Freeze | Pack
+    | PartTwins | Wrap | JoinTwins | Prefetch | Compile
 )  # fmt: skip
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshwright.distributed.context.count_positions import calling_place
 from meshwright.distributed.context.sequences import are_same_entries
 from meshwright.errors import Problems, Refusal
 from meshwright.models import _transformers_compat as compat
@@ -35,6 +36,8 @@ __all__ = ["AttentionTracer", "trace_attentions"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+"""Operators whose results are features of tokens, and no positions any more."""
 _MOVES = ("cat", "constant_pad", "convolution", "flip", "index", "roll", "select", "slice")
 """How the names of operators begin that move tokens, or carry a state from token to token."""
 
@@ -54,7 +57,13 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     if found is None:
         return Attentions((), (Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     states, problems = _in_mixers(model, found)
-    return Attentions(found.attentions(), tuple(dict.fromkeys(problems)), compat.attention_of(model), states)
+    problems += [
+        Refusal("cp.positions", f"{module!r} counts positions itself ({file}:{line}), inside of a layer that carries a state")
+        for module, (file, line) in found.counted
+        if within(module, [name for name, _ in states])
+    ]
+    unique = tuple(dict.fromkeys(problems))
+    return Attentions(found.attentions(), unique, compat.attention_of(model), states, tuple(found.counted))
 
 
 def _in_mixers(model: nn.Module, found: "AttentionTracer") -> tuple[tuple[tuple[str, str], ...], Problems]:
@@ -101,7 +110,9 @@ class AttentionTracer(Tracer):
         self.rows: dict[str, AttentionFacts] = {}
         self.problems = Problems()
         self.mixing: list[tuple[str, Refusal]] = []
+        self.counted: dict[tuple[str, tuple[str, int]], None] = {}
         self._own_positions = Labels()
+        self._refused = frozenset[tuple[str, Any]]()
         self._runs: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
@@ -168,18 +179,37 @@ class AttentionTracer(Tracer):
         """Record what mixes tokens, or computes with positions that the model makes itself."""
         tensors, results = operator.on_meta, operator.results
         if operator.name == "arange" and self.tokens.has(results[0]):
-            self._own_positions.put(results)
-        elif self._own_positions.among(tensors):
-            if any(tensor.is_floating_point() for tensor in tensors):
-                what = "computes with positions of its own, and not with the position_ids of the batch"
-                self._report("cp.positions", what, operator)
-            self._own_positions.put(results)
-        elif self.tokens.mixed(operator):
+            place = calling_place() if self._counts_tokens(operator) else None
+            self._own_positions.put(results, frozenset([(operator.module, place)]))
+            return
+        counted = frozenset[tuple[str, Any]]().union(*self._own_positions.among(tensors))
+        if counted and operator.name not in _PRODUCTS:
+            self._own_positions.put(results, counted)
+            if not any(tensor.is_floating_point() for tensor in (*tensors, *results)):
+                return  # a mask, which is made anew
+            self._computed_with(counted, operator)
+        if self.tokens.mixed(operator):
             code = "cp.state" if operator.name.startswith(_MOVES) else "cp.mixes_tokens"
             self.mixing.append((operator.module, _problem(code, "mixes tokens outside of an attention", operator)))
 
-    def _report(self, code: str, what: str, operator: Operator) -> None:
-        self.problems.append(_problem(code, what, operator))
+    def _counts_tokens(self, operator: Operator) -> bool:
+        """Return whether an arange counts each token once, from a number that the length does not decide."""
+        start, step = operator.operands.get("start", 0), operator.operands.get("step", 1)
+        return operator.results[0].numel() == self.tokens.length and step == 1 and 0 <= start < self.tokens.length
+
+    def _computed_with(self, counted: "frozenset[tuple[str, Any]]", operator: Operator) -> None:
+        """Record that something is computed with positions that the model counts."""
+        own = self._own_positions.among_tensors([*operator.on_meta, *operator.results])
+        if any(place is None for _, place in counted):
+            what = "computes with positions of its own that are not those of the tokens, one after another"
+        elif any(self.tokens.dimensions(tensor) > 1 for tensor in own):
+            what = "computes with distances between positions of its own"
+        else:
+            self.counted.update(dict.fromkeys(sorted(counted)))
+            return
+        if not self._refused & counted:  # once, not in all that follows
+            self.problems.append(_problem("cp.positions", what, operator))
+        self._refused |= counted
 
 
 def _problem(code: str, what: str, operator: Operator) -> Refusal:

@@ -25,6 +25,7 @@ from meshwright.plan.given.context.canvas_facts import CanvasFacts
 from meshwright.plan.given.names import holder_of, without_repetition
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.result.context.canvas_rows import CanvasRow, columns_of_rank
+from meshwright.plan.result.context.count_action import CountPositions
 from meshwright.plan.result.program import Action, Assign, Attend
 from meshwright.plan.result.sharding_plan import AttentionRow, ShardingPlan, itemsize
 
@@ -111,7 +112,12 @@ def resolve_attentions(draft: Draft) -> Found[tuple[AttentionRow, ...]]:
         problems.extend(text.within(f"cp={cp}: ", "; the legal value of cp is 1") for text in without_repetition(refused))
         return Found((), problems)
     rows = _rows(draft)
-    return Found(rows, _head_problems(cp, rows) if options.context_parallel is ContextMethod.ULYSSES else ())
+    remarks = [
+        f"{module or 'the model'!r} counts positions itself ({', '.join(f'{file}:{line}' for file, line in places)}): on a rank "
+        "of cp it counts those of its part of each sequence"
+        for module, places in _counted(draft).items()
+    ]
+    return Found(rows, _head_problems(cp, rows) if options.context_parallel is ContextMethod.ULYSSES else (), remarks)
 
 
 def _carries(draft: Draft) -> bool:
@@ -148,6 +154,9 @@ def _refusals(draft: Draft) -> Problems:
         for facts in attentions.rows
         if facts.dropout
     ]
+    if draft.options.compile and (attentions.counted or any(facts.carried for facts in attentions.rows)):
+        what = "counts positions itself" if attentions.counted else "tells its attention no positions"
+        refused.add("cp.positions", f"{draft.spec.family} {what}, which a compiled layer cannot be given; set compile=false")
     if is_flash(attentions.kernel):
         refused += [
             Refusal(
@@ -225,6 +234,16 @@ def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
             yield Assign(name, (("config._attn_implementation", FUNCTION),))
     for row in plan.attentions:
         yield Attend(row, plan.options.context_balance)
+    for module, places in _counted(draft).items() if draft.layout.size("cp") > 1 else ():
+        yield CountPositions(module, tuple(places), plan.options.context_balance)
+
+
+def _counted(draft: Draft) -> dict[str, list[tuple[str, int]]]:
+    """Return where modules count tokens themselves, by name."""
+    attentions, counted = draft.model.traces.attentions, dict[str, list[tuple[str, int]]]()
+    for module, place in () if attentions is None else attentions.counted:
+        counted.setdefault(module, []).append(place)
+    return counted
 
 
 def attention_program(plan: ShardingPlan) -> list[Action]:

@@ -1,0 +1,66 @@
+"""A module that counts tokens itself, on a rank that has some tokens of each sequence.
+
+Its code calls ``torch.arange`` with the number of tokens that it sees: in one process these are the positions of a sequence from
+its beginning. On a rank they are those of its part. Which calls count tokens is known by the line of the code that makes them
+(``places`` of the action). While the forward of the module runs, these calls return the positions of the rank, plus what they
+begin with.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.plan.axes.context.sharing import positions_of
+from meshwright.plan.result.context.count_action import CountPositions
+
+__all__ = ["calling_place", "count_positions"]
+
+_OURS = tuple(str(PurePath(module.__file__).parent) for module in (torch, sys.modules["meshwright"]) if module.__file__)
+"""Folders of code that stands between a model and an operator."""
+
+
+def calling_place() -> tuple[str, int]:
+    """Return the file (its last three parts) and the line of the code that has called torch: the nearest that is not ours."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
+        frame = frame.f_back
+    return "/".join(PurePath(frame.f_code.co_filename).parts[-3:]), frame.f_lineno
+
+
+def count_positions(model: nn.Module, action: CountPositions, mesh: ParallelMesh) -> None:
+    """Replace the forward of a module, on its instance, by one that counts the positions of this rank."""
+    group = mesh[action.axis].get_group()
+    module = model.get_submodule(action.module)
+    counted = _Counted(action, dist.get_world_size(group), dist.get_rank(group))
+    inner: Callable[..., Any] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with counted:
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+class _Counted(TorchFunctionMode):
+    """Lets calls of ``torch.arange`` at some places return the positions of a rank."""
+
+    def __init__(self, action: CountPositions, ranks: int, rank: int) -> None:
+        super().__init__()
+        self.action, self.ranks, self.rank = action, ranks, rank
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return self._own(result) if function is torch.arange and calling_place() in self.action.places else result
+
+    def _own(self, counted: torch.Tensor) -> torch.Tensor:
+        """Return the positions of the rank, for those [tokens] that are counted from the beginning of its part."""
+        pieces = positions_of(len(counted) * self.ranks, self.ranks, self.action.balance, self.rank)
+        places = [torch.arange(piece.start, piece.stop, device=counted.device) for piece in pieces]
+        return (torch.cat(places) + counted[:1]).to(counted.dtype)
