@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.models.model_config import ModelConfig
-from meshwright.models.reading.context.attention_calls import trace_attentions
+from meshwright.models.reading.context.trace_context import trace_attentions
 from meshwright.models.reading.tracing import Inputs, Operator, Tracer, traced
 from meshwright.models.specs.registry import spec_of
 from meshwright.models.weights.build import build_on_meta, pretrained_config

@@ -44,6 +44,7 @@ CODES: dict[str, tuple[str, str]] = {
     "cp.sinks": ("The kernel knows no sinks under cp.", "attn_implementation sdpa, eager or flex_attention."),
     "cp.dtype": ("The kernel computes in 16 bits alone.", "parallel.param_dtype=bfloat16."),
     "cp.kernel": ("The attention's kernel is not supported.", "sdpa, eager, flex_attention, and flash_attention_2."),
+    "cp.compile": ("Code of the model that cp changes would be compiled.", "parallel.compile=false."),
     "cp.ulysses": ("cp does not divide the heads that ulysses exchanges.", "The numbers in the message; gather or ring."),
     "cp.option": ("An option needs context parallelism, and cp is 1.", "cp above 1, or the default."),
     "cp.batch": ("A batch has no sequences, or other shapes.", "input_ids [rows, length], padded at the end alone."),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.context.attend import attend_over_ranks
+from meshwright.distributed.context.cache_door import give_cache
 from meshwright.distributed.context.count_positions import count_positions
 from meshwright.distributed.context.share_heads import share_heads
 from meshwright.distributed.data.fsdp_units import prefetch, wrap
@@ -39,6 +40,7 @@ from meshwright.plan.result.program import (
     Cut,
     Dispatch,
     Freeze,
+    GiveCache,
     JoinTwins,
     Pack,
     PartTwins,
@@ -61,6 +63,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     Attend: attend_over_ranks,
     ShareHeads: share_heads,
     CountPositions: count_positions,
+    GiveCache: give_cache,
     ChunkLoss: chunk_loss,
     Recompute: recompute,
     Freeze: freeze,

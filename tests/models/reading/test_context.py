@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshwright.models.reading.context.attention_calls import trace_attentions
+from meshwright.models.reading.context.trace_context import trace_attentions
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.attentions import Attentions
 from tests.tiny import tiny_model

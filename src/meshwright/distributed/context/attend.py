@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.distributed.context.attention_kernels import AttentionRule, attention
-from meshwright.distributed.context.carried import carry_sequences, running_sequences
 from meshwright.distributed.context.canvases import Canvases, Share, canvases_of
+from meshwright.distributed.context.carried import carry_sequences, running_sequences
 from meshwright.distributed.context.ring import ring_attention
 from meshwright.distributed.context.sequence_moves import exchange_for_heads, exchange_for_positions, gather_positions
 from meshwright.distributed.context.sequences import Sequences, sequences_of

@@ -14,6 +14,7 @@ from meshwright.device import is_accelerator
 from meshwright.distributed._torch_compat import not_moved, own_memory
 from meshwright.errors import Problems, UnsupportedError
 from meshwright.models._transformers_compat.asked_positions import find_documents, let_positions_answer
+from meshwright.models._transformers_compat.attention_interfaces import attention_function, mask_function
 from meshwright.models.weights.bars import one_bar
 from meshwright.models.weights.load_report import LoadReport
 
@@ -37,7 +38,9 @@ __all__ = [
     "is_experts",
     "keep_in_fp32",
     "let_positions_answer",
+    "mask_function",
     "load_sharded",
+    "mask_function",
     "reading_one_by_one",
     "router_class",
     "router_classes",
@@ -251,23 +254,6 @@ def set_attention(model: "nn.Module", name: str) -> None:
     """Set the attention implementation of all layers, which need not be installed."""
     for config in attention_configs(model):
         config._attn_implementation = name
-
-
-@contextmanager
-def attention_function(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
-    """Inside, an attention function and what makes its masks are registered under a name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    before = [(interface, interface._global_mapping.get(name)) for interface in (AttentionInterface, AttentionMaskInterface)]
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, mask)
-    try:
-        yield
-    finally:
-        for interface, known in before:
-            interface._global_mapping.pop(name, None)
-            if known is not None:
-                interface.register(name, known)
 
 
 _LEFT_OUT = {"DiffusionGemmaEncoderTextLayer": {"layer_scalar": 1.0}}

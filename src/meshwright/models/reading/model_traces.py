@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshwright.models.reading.context.attention_calls import trace_attentions
 from meshwright.models.reading.context.mixers_of_model import trace_mixers
+from meshwright.models.reading.context.trace_context import trace_attentions
 from meshwright.models.reading.fused_matrices import trace_fused
 from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
@@ -53,7 +53,7 @@ class ModelTraces(Traces):
 
     @cached_property
     def attentions(self) -> Attentions:
-        """See :func:`~meshwright.models.reading.context.attention_calls.trace_attentions`."""
+        """See :func:`~meshwright.models.reading.context.trace_context.trace_attentions`."""
         return trace_attentions(self.model, self.experts)
 
     def mixers(self, ranks: int) -> Mapping[str, MixerShare]:

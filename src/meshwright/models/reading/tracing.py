@@ -9,18 +9,18 @@ with, and a plan asks few of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.reading.traced_tensors import meta_positions, meta_tensors, prime_length, tensors_in
 from meshwright.plan.given.hidden_argument import HIDDEN, value_of
 from meshwright.plan.given.names import match_names
 from meshwright.plan.given.spec import ExpertsRule
@@ -79,10 +79,6 @@ class Labels(WeakIdKeyDictionary):
         """Return the labels of those tensors that have one."""
         return [self[tensor] for tensor in tensors if tensor in self]
 
-    def among_tensors(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those tensors that have a label."""
-        return [tensor for tensor in tensors if tensor in self]
-
     def put(self, tensors: Iterable[torch.Tensor], label: Any = True) -> None:
         """Give tensors a label."""
         for tensor in tensors:
@@ -138,6 +134,14 @@ class Tracer:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what the model is called with beside the inputs."""
+        return {}
+
+    def functions(self, model: nn.Module, attend: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """Inside, attentions and masks are what the tracer follows: by default a function and masks of ours, for all."""
+        return _registered(model, attend)
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """At the start of a module: return its new ``(args, kwargs)``, or ``None``."""
@@ -247,12 +251,12 @@ def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], tracer: Tr
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=device)
     with ExitStack() as stack:
         stack.enter_context(hooked(mode.hooks()))
-        stack.enter_context(_registered(model, mode.attend))
+        stack.enter_context(tracer.functions(model, mode.attend))
         stack.enter_context(attributes((module, {"training": True}) for module in mode.names))  # it may drop attention weights
         stack.enter_context(attributes((module, {"forward": _pass_over}) for module in mixtures))
         if type(tracer).operator is not Tracer.operator:  # a mode takes time
             stack.enter_context(mode)
-        return torch.func.functional_call(model, dict(tensors), (), inputs)
+        return torch.func.functional_call(model, dict(tensors), (), {**inputs, **tracer.arguments()})
 
 
 def first_that_runs(attempt: Callable[[Any], Any], devices: Sequence[str | None] = MASK_DEVICES) -> tuple[Any, str]:
@@ -322,31 +326,3 @@ def attributes(changes: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[Non
             for name in values.keys() - old.keys():
                 del own[name]
             own.update(old)
-
-
-# -- tensors -----------------------------------------------------------------------------------------------------------------
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers."""
-    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
-
-
-def meta_positions(length: int, rows: int = 1) -> torch.Tensor:
-    """Return the positions [rows, length] of a sequence, without values."""
-    return torch.arange(length).to("meta").expand(rows, -1)
-
-
-def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a tensor without values for each parameter and buffer, by name; tied parameters are one tensor."""
-    named = (model.named_parameters(), model.named_buffers())
-    return {name: tensor.detach().to("meta") for some in named for name, tensor in some}
-
-
-def prime_length(model: nn.Module, above: int = 30) -> int:
-    """Return a prime above a number that divides no size of a parameter: otherwise features would look like tokens."""
-    sizes = {size for parameter in model.parameters() for size in parameter.shape if size}
-    primes = (
-        number for number in range(above + 1, 1000) if all(number % divisor for divisor in range(2, 32) if divisor < number)
-    )
-    return next(prime for prime in primes if all(size % prime for size in sizes))

@@ -45,6 +45,9 @@ class AttentionFacts:
         dropout: probability of dropout on the attention weights.
         carried: whether the model does not pass its ``position_ids`` on to this attention.
         calls: how often the module calls the function when it runs once.
+        cached: whether it computes itself, with keys and values that its cache returns: what it puts there is of these heads
+            and sizes.
+        trained: whether a gradient goes back through its keys and values.
         problem: why the ranks of ``cp`` cannot share it; empty: they can.
     """
 
@@ -59,6 +62,8 @@ class AttentionFacts:
     dropout: float = 0.0
     carried: bool = False
     calls: int = 1
+    cached: bool = False
+    trained: bool = True
     problem: str = ""
 
 

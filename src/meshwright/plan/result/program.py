@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel
 from meshwright.plan.given.closed_choices import ContextBalance
+from meshwright.plan.result.context.cache_action import GiveCache
 from meshwright.plan.result.context.count_action import CountPositions
 from meshwright.plan.result.context.heads_action import ShareHeads
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, TensorParallelRow, UnitRow
@@ -29,6 +30,7 @@ __all__ = [
     "Dispatch",
     "Engine",
     "Freeze",
+    "GiveCache",
     "JoinTwins",
     "Pack",
     "PartTwins",
@@ -333,7 +335,7 @@ class Compile:
 
 
 Action = (
-    Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | CountPositions | ChunkLoss | Recompute | Freeze | Pack
+    Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | CountPositions | GiveCache | ChunkLoss | Recompute | Freeze | Pack
     | PartTwins | Wrap | JoinTwins | Prefetch | Compile
 )  # fmt: skip
 

@@ -243,6 +243,8 @@ class AttentionRow:
         recompute: whether backward gets keys and values again, instead of keeping them.
         carried: whether the forward of the model carries the positions to it, because no argument does.
         calls: how often the module attends when it runs once.
+        cached: whether it computes itself, with the keys and values of all ranks from a cache of ours.
+        trained: whether a gradient goes back through its keys and values.
     """
 
     module: str
@@ -258,6 +260,8 @@ class AttentionRow:
     recompute: bool
     carried: bool = False
     calls: int = 1
+    cached: bool = False
+    trained: bool = True
 
     @property
     def name(self) -> str:

@@ -32,17 +32,17 @@ from meshwright.plan.given.spec import ExpertsRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AttentionTracer", "trace_attentions"]
+__all__ = ["PRODUCTS", "AttentionTracer", "problem_at", "trace_uncached"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 """Operators whose results are features of tokens, and no positions any more."""
 _MOVES = ("cat", "constant_pad", "convolution", "flip", "index", "roll", "select", "slice")
 """How the names of operators begin that move tokens, or carry a state from token to token."""
 
 
-def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> Attentions:
+def trace_uncached(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> Attentions:
     """Return the attentions of a model, and what else of it mixes tokens.
 
     Args:
@@ -129,7 +129,8 @@ class AttentionTracer(Tracer):
         given = options.get("position_ids")
         if not problem and isinstance(given, torch.Tensor) and not are_same_entries(given, self.inputs.positions):
             problem = Refusal(
-                "cp.positions", "gets other position_ids than those of the batch, which say where its tokens are in the sequence"
+                "cp.positions",
+                "gets other position_ids than those of the batch, which say where its tokens are in the sequence",
             )
         if not problem and (unknown := unknown_argument(options)):
             problem = Refusal(
@@ -168,6 +169,10 @@ class AttentionTracer(Tracer):
             return Refusal("cp.mask", "changes its mask before it attends"), True, None
         if rule is None:
             return Refusal("cp.mask", "has no mask that transformers makes"), True, None
+        return self._kind(rule)
+
+    def _kind(self, rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
+        """Return why a rule is of no mask that can be shared (empty: it is), whether it is causal, and its window."""
         if rule not in self._kinds:
             try:
                 self._kinds[rule] = _kind_of(rule)
@@ -183,14 +188,14 @@ class AttentionTracer(Tracer):
             self._own_positions.put(results, frozenset([(operator.module, place)]))
             return
         counted = frozenset[tuple[str, Any]]().union(*self._own_positions.among(tensors))
-        if counted and operator.name not in _PRODUCTS:
+        if counted and operator.name not in PRODUCTS:
             self._own_positions.put(results, counted)
             if not any(tensor.is_floating_point() for tensor in (*tensors, *results)):
                 return  # a mask, which is made anew
             self._computed_with(counted, operator)
         if self.tokens.mixed(operator):
             code = "cp.state" if operator.name.startswith(_MOVES) else "cp.mixes_tokens"
-            self.mixing.append((operator.module, _problem(code, "mixes tokens outside of an attention", operator)))
+            self.mixing.append((operator.module, problem_at(code, "mixes tokens outside of an attention", operator)))
 
     def _counts_tokens(self, operator: Operator) -> bool:
         """Return whether an arange counts each token once, from a number that the length does not decide."""
@@ -199,7 +204,7 @@ class AttentionTracer(Tracer):
 
     def _computed_with(self, counted: "frozenset[tuple[str, Any]]", operator: Operator) -> None:
         """Record that something is computed with positions that the model counts."""
-        own = self._own_positions.among_tensors([*operator.on_meta, *operator.results])
+        own = [tensor for tensor in (*operator.on_meta, *operator.results) if tensor in self._own_positions]
         if any(place is None for _, place in counted):
             what = "computes with positions of its own that are not those of the tokens, one after another"
         elif any(self.tokens.dimensions(tensor) > 1 for tensor in own):
@@ -208,12 +213,13 @@ class AttentionTracer(Tracer):
             self.counted.update(dict.fromkeys(sorted(counted)))
             return
         if not self._refused & counted:  # once, not in all that follows
-            self.problems.append(_problem("cp.positions", what, operator))
+            self.problems.append(problem_at("cp.positions", what, operator))
         self._refused |= counted
 
 
-def _problem(code: str, what: str, operator: Operator) -> Refusal:
-    return Refusal(code, f"{operator.module or 'the model'!r} {what} ({operator.function})")
+def problem_at(code: str, what: str, operator: Operator) -> Refusal:
+    file, line = calling_place()
+    return Refusal(code, f"{operator.module or 'the model'!r} {what} ({operator.function}, {file}:{line})")
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from meshwright.errors import Problems, Refusal, coded, number_of
 from meshwright.layout import divisors
 from meshwright.plan.axes.context.mixers import mixer_bytes, mixer_counts
+from meshwright.plan.axes.context.own_code import own_code_actions, own_code_refusals, own_code_remarks
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
@@ -25,7 +26,6 @@ from meshwright.plan.given.context.canvas_facts import CanvasFacts
 from meshwright.plan.given.names import holder_of, without_repetition
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.result.context.canvas_rows import CanvasRow, columns_of_rank
-from meshwright.plan.result.context.count_action import CountPositions
 from meshwright.plan.result.program import Action, Assign, Attend
 from meshwright.plan.result.sharding_plan import AttentionRow, ShardingPlan, itemsize
 
@@ -98,7 +98,7 @@ def resolve_attentions(draft: Draft) -> Found[tuple[AttentionRow, ...]]:
         for name in ("context_parallel", "context_balance", "context_recompute"):
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
                 problems.add("cp.option", f"{name}={chosen}: needs cp > 1; the legal value is {legal}")
-        kept_apart = options.packed and draft.structure.leaks_documents and not _carries(draft) and not _refusals(draft)
+        kept_apart = options.packed and draft.structure.leaks_documents and not _computes(draft) and not _refusals(draft)
         # If they are not kept apart, the check of boundaries refuses documents that see each other.
         return Found(_rows(draft) if kept_apart else (), problems)
     if draft.spec.twins and not _knows_canvases(draft):
@@ -112,18 +112,17 @@ def resolve_attentions(draft: Draft) -> Found[tuple[AttentionRow, ...]]:
         problems.extend(text.within(f"cp={cp}: ", "; the legal value of cp is 1") for text in without_repetition(refused))
         return Found((), problems)
     rows = _rows(draft)
-    remarks = [
-        f"{module or 'the model'!r} counts positions itself ({', '.join(f'{file}:{line}' for file, line in places)}): on a rank "
-        "of cp it counts those of its part of each sequence"
-        for module, places in _counted(draft).items()
-    ]
-    return Found(rows, _head_problems(cp, rows) if options.context_parallel is ContextMethod.ULYSSES else (), remarks)
+    return Found(
+        rows,
+        _head_problems(cp, rows) if options.context_parallel is ContextMethod.ULYSSES else (),
+        own_code_remarks(draft),
+    )
 
 
-def _carries(draft: Draft) -> bool:
-    """Return whether a state is carried along a sequence, from one document to the next."""
+def _computes(draft: Draft) -> bool:
+    """Return whether the model's own code mixes tokens: a state goes along a sequence, or attentions compute themselves."""
     attentions = draft.model.traces.attentions
-    return attentions is not None and bool(attentions.states)
+    return attentions is not None and bool(attentions.states or any(facts.cached for facts in attentions.rows))
 
 
 def _knows_canvases(draft: Draft) -> bool:
@@ -154,9 +153,7 @@ def _refusals(draft: Draft) -> Problems:
         for facts in attentions.rows
         if facts.dropout
     ]
-    if draft.options.compile and (attentions.counted or any(facts.carried for facts in attentions.rows)):
-        what = "counts positions itself" if attentions.counted else "tells its attention no positions"
-        refused.add("cp.positions", f"{draft.spec.family} {what}, which a compiled layer cannot be given; set compile=false")
+    refused += own_code_refusals(draft, attentions)
     if is_flash(attentions.kernel):
         refused += [
             Refusal(
@@ -203,6 +200,8 @@ def _row(draft: Draft, facts: AttentionFacts, kernel: str) -> AttentionRow:
         recompute=bool(draft.options.context_recompute),
         carried=facts.carried,
         calls=facts.calls,
+        cached=facts.cached,
+        trained=facts.trained,
     )
     return CanvasRow(**vars(row), canvas=facts.canvas) if isinstance(facts, CanvasFacts) else row
 
@@ -230,20 +229,12 @@ def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
             around.add(name)
             name = holder_of(name)
     for name, module in draft.model.modules.items():
-        if plan.attentions and name in around and module.has_config:
+        if any(not row.cached for row in plan.attentions) and name in around and module.has_config:
             yield Assign(name, (("config._attn_implementation", FUNCTION),))
     for row in plan.attentions:
-        yield Attend(row, plan.options.context_balance)
-    for module, places in _counted(draft).items() if draft.layout.size("cp") > 1 else ():
-        yield CountPositions(module, tuple(places), plan.options.context_balance)
-
-
-def _counted(draft: Draft) -> dict[str, list[tuple[str, int]]]:
-    """Return where modules count tokens themselves, by name."""
-    attentions, counted = draft.model.traces.attentions, dict[str, list[tuple[str, int]]]()
-    for module, place in () if attentions is None else attentions.counted:
-        counted.setdefault(module, []).append(place)
-    return counted
+        if not row.cached:
+            yield Attend(row, plan.options.context_balance)
+    yield from own_code_actions(draft, plan)
 
 
 def attention_program(plan: ShardingPlan) -> list[Action]:
@@ -323,7 +314,7 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
 def attention_runs(plan: ShardingPlan, row: AttentionRow) -> tuple[int, int]:
     """Return how often an attention is computed in a microbatch, and how often of these with gradient."""
     forwards, backwards = plan.runs(row.module)
-    return forwards * row.calls, backwards * row.calls
+    return forwards * row.calls, backwards * row.calls * row.trained
 
 
 def ring_message_bytes(plan: ShardingPlan, row: AttentionRow, tokens: int) -> tuple[int, int]:

@@ -1,0 +1,34 @@
+"""Tensors of a trace: they have shapes and no values."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["meta_positions", "meta_tensors", "prime_length", "tensors_in"]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
+    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
+
+
+def meta_positions(length: int, rows: int = 1) -> torch.Tensor:
+    """Return the positions [rows, length] of a sequence, without values."""
+    return torch.arange(length).to("meta").expand(rows, -1)
+
+
+def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a tensor without values for each parameter and buffer, by name; tied parameters are one tensor."""
+    named = (model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach().to("meta") for some in named for name, tensor in some}
+
+
+def prime_length(model: nn.Module, above: int = 30) -> int:
+    """Return a prime above a number that divides no size of a parameter: otherwise features would look like tokens."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape if size}
+    primes = (
+        number for number in range(above + 1, 1000) if all(number % divisor for divisor in range(2, 32) if divisor < number)
+    )
+    return next(prime for prime in primes if all(size % prime for size in sizes))
