@@ -156,17 +156,33 @@ def _gathered(pieces: Sequence[tuple[range, ...]], group: dist.ProcessGroup, own
     return [part.unflatten(-1, row.shape[2:]).movedim(1, -2).contiguous().to(row.dtype) for part, row in parts]
 
 
+def _begins(sequences: Sequences, documents: torch.Tensor) -> torch.Tensor:
+    """Return where the document of each position begins, [batch, length]."""
+
+    def make() -> torch.Tensor:
+        rows = [[(document.start, len(document)) for document in sequences.documents_of(row)] for row in range(len(documents))]
+        starts = [[start for start, length in row for _ in range(length)] for row in rows]
+        return torch.tensor(starts, device=documents.device)
+
+    begins: torch.Tensor = sequences.kept("begins", make)
+    return begins
+
+
 def _mask_of_rank(known: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Return a mask of transformers; while a model with a door runs, that of this rank's queries over all keys."""
+    from transformers import masking_utils
+
     rows = _RUNNING.rows[-1] if _RUNNING.rows else None
     if rows is None:
         return known(*args, **options)
     rule, documents = options["mask_function"], rows.sequences.documents
+    relative = hasattr(masking_utils, "remap_positions_for_packed_sequence")  # of releases that count the places of a rule so
+    begins = _begins(rows.sequences, documents) if relative and documents is not None else None
 
     def seen(row: Any, head: Any, query: Any, key: Any) -> Any:
         at = rows.places[query]
-        result = rule(row, head, at, key)
-        return result if documents is None else result & (documents[row, at] == documents[row, key])
+        own = rule(row, head, at, key) if begins is None else rule(row, head, at - begins[row, at], key - begins[row, key])
+        return own if documents is None else own & (documents[row, at] == documents[row, key])
 
     whole = {
         "mask_function": seen, "q_offset": 0, "kv_length": rows.sequences.length, "kv_offset": 0, "attention_mask": None,

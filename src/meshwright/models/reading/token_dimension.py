@@ -36,7 +36,7 @@ class TokenDimension:
     def mixed(self, operator: "Operator") -> bool:
         """Return whether an operator combines or moves the entries of the dimension of tokens."""
         name, tensors, args, results = operator.name, operator.on_meta, operator.args, operator.results
-        if not any(map(self.has, tensors)):
+        if not any(map(self.has, tensors)) or name.startswith("new_"):  # a new tensor has no entries of another
             return False
         first = tensors[0]
         if not all(map(self.has, results)):  # a sum, a mean, a single token

@@ -36,6 +36,7 @@ __all__ = ["PRODUCTS", "AttentionTracer", "problem_at", "trace_uncached"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
+_MIXES = "mixes tokens outside of an attention"
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 """Operators whose results are features of tokens, and no positions any more."""
 _MOVES = ("cat", "constant_pad", "convolution", "flip", "index", "roll", "select", "slice")
@@ -113,6 +114,7 @@ class AttentionTracer(Tracer):
         self.counted: dict[tuple[str, tuple[str, int]], None] = {}
         self._own_positions = Labels()
         self._refused = frozenset[tuple[str, Any]]()
+        self._reduced = Labels()
         self._runs: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
@@ -193,9 +195,29 @@ class AttentionTracer(Tracer):
             if not any(tensor.is_floating_point() for tensor in (*tensors, *results)):
                 return  # a mask, which is made anew
             self._computed_with(counted, operator)
+        if self._reduces(operator):
+            return
         if self.tokens.mixed(operator):
             code = "cp.state" if operator.name.startswith(_MOVES) else "cp.mixes_tokens"
-            self.mixing.append((operator.module, problem_at(code, "mixes tokens outside of an attention", operator)))
+            self.mixing.append((operator.module, problem_at(code, _MIXES, operator)))
+
+    def _reduces(self, operator: Operator) -> bool:
+        """Return whether an operator makes a whole number of all tokens, such as their largest position, or computes with one.
+
+        It is a problem where tokens, or numbers of floating point, are computed with it. Code that asks for its value cannot be
+        traced.
+        """
+        tensors, results = operator.on_meta, operator.results
+        alone = not any(tensor.is_floating_point() or self.tokens.has(tensor) for tensor in results)
+        if alone and self.tokens.mixed(operator):
+            self._reduced.put(results, (operator.module, problem_at("cp.mixes_tokens", _MIXES, operator)))
+            return True
+        known = self._reduced.among(tensors)
+        if known and alone:
+            self._reduced.put(results, known[0])
+        elif known:
+            self.mixing.extend(known)
+        return bool(known)
 
     def _counts_tokens(self, operator: Operator) -> bool:
         """Return whether an arange counts each token once, from a number that the length does not decide."""

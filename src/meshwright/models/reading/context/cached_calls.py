@@ -113,8 +113,11 @@ class CachedTracer(AttentionTracer):
     def _make_mask(self, batch_size: int, q_length: int, kv_length: int, **options: Any) -> torch.Tensor:
         """Stand in for a mask of transformers: of no values, in the dtype of the kernel."""
         problem, *self._rule = self._kind(options["mask_function"])  # type: ignore[assignment]
-        if problem:
-            self.problems.append(problem)
+        if problem:  # it is computed as it is written; so it may be any rule of the places of a query and a key alone
+            self._rule = (True, None)
+            places = (torch.empty(shape, dtype=torch.long, device="meta") for shape in ((1, 1, q_length, 1), (1, 1, 1, kv_length)))
+            row = torch.zeros((1, 1, 1, 1), dtype=torch.long, device="meta")
+            options["mask_function"](row, row, *places)
         dtype = torch.bool if self.kernel == "sdpa" else options.get("dtype", torch.float32)
         mark = torch.empty((batch_size, 1, q_length, kv_length), device="meta", dtype=dtype)
         self._masked.put([mark])
