@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshwright.models.reading.context.attention_calls import trace_uncached
 from meshwright.models.reading.context.trace_context import trace_attentions
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.attentions import Attentions
@@ -67,9 +68,9 @@ def test_dropout_is_a_fact() -> None:
     ("model_type", "config", "problem"),
     [
         ("mamba", {"state_size": 4}, "'backbone.layers.0.mixer' mixes tokens outside of an attention (aten.convolution"),
-        ("bloom", {"n_layer": 2}, "'transformer.h.0.self_attention' mixes tokens outside of an attention (aten._softmax"),
-        ("falcon", {}, "mixes tokens outside of an attention"),
-        ("gptj", {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "aten._softmax"),
+        ("openai-gpt", {"n_embd": 64, "n_head": 4, "n_layer": 2},
+         "(aten.slice.Tensor, models/openai/modeling_openai.py:"),
+        ("xlnet", {"d_head": 16, "d_inner": 32}, "are not those of the tokens, one after another"),
         ("phi3", {"rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 32}, "pad_token_id": 0}, "(longrope) changes with the largest position"),
@@ -90,6 +91,11 @@ class Mixing(torch.nn.Module):
         return self.inner(hidden) + self.mix(hidden)
 
 
+def distances(hidden: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(hidden.shape[1], device=hidden.device).to(hidden.dtype)
+    return places[:, None] - places
+
+
 MIXES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "shift": lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)),
     "mean": lambda x: x.mean(1, keepdim=True),
@@ -99,7 +105,8 @@ MIXES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "scores": lambda x: torch.einsum("bld,bmd,bme->ble", x, x, x),
     "norm over tokens": lambda x: torch.nn.functional.layer_norm(x.transpose(1, 2), (x.shape[1],)).transpose(1, 2),
     "unfold": lambda x: torch.nn.functional.pad(x.unfold(1, 2, 1).mean(-1), (0, 0, 1, 0)),
-    "positions": lambda x: x * torch.arange(x.shape[1], device=x.device)[None, :, None],
+    "positions backwards": lambda x: x * torch.arange(x.shape[1], 0, -1, device=x.device)[None, :, None],
+    "distances": lambda x: x + distances(x).sum(-1)[None, :, None],
 }
 
 
@@ -122,18 +129,23 @@ def test_a_recurrent_layer_is_found() -> None:
 
 @pytest.mark.parametrize("model_type", ["bart", "mbart", "plbart"])
 def test_positions_of_its_own(model_type: str) -> None:
-    """Their decoders count positions by themselves, from 0 on every rank."""
+    """Their decoders count positions by themselves: where is known by the line of their code."""
     sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "vocab_size": 67}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
-    assert any("positions of its own" in line for line in trace_attentions(model).problems)
+    found = trace_attentions(model)
+    assert not found.problems
+    assert {(module, file) for module, (file, _) in found.counted} == {
+        ("model.decoder", f"models/{model_type}/modeling_{model_type}.py")
+    }
 
 
 def test_arguments_that_are_not_known() -> None:
     model = tiny_model("llama", meta=True)
     inner = model.model.layers[0].self_attn.forward
     model.model.layers[0].self_attn.forward = lambda *args, **kwargs: inner(*args, logit_cap=30.0, **kwargs)
-    assert "with 'logit_cap'" in attentions_of(model).rows[0].problem
+    assert "with 'logit_cap'" in trace_uncached(model).rows[0].problem
+    assert all(row.cached and not row.problem for row in attentions_of(model).rows)  # the model's own code knows it
 
 
 def test_dropout_is_that_of_training_whatever_the_mode() -> None:
@@ -144,7 +156,8 @@ def test_dropout_is_that_of_training_whatever_the_mode() -> None:
 
 def test_chunks_are_neither_a_window_nor_causal() -> None:
     model = built("llama4_text", attention_chunk_size=16, num_local_experts=2, intermediate_size=32, intermediate_size_mlp=32)
-    assert any(row.problem for row in attentions_of(model).rows)
+    assert any(row.problem for row in trace_uncached(model).rows)
+    assert all(row.cached and not row.problem for row in attentions_of(model).rows)  # but a rule of places
 
 
 def test_a_mask_may_be_passed_by_keyword() -> None:

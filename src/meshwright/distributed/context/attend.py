@@ -102,10 +102,9 @@ def attend(
     context: _Context = vars(module)[_CONTEXT]
     action, name = context.action, type(module).__name__
     over_canvas = isinstance(action.row, CanvasRow)
+    sequences: Whole | None = canvases_of(position_ids) if over_canvas else sequences_of(position_ids)
     if action.row.carried and position_ids is None:
         sequences = running_sequences()
-    else:
-        sequences = canvases_of(position_ids) if over_canvas else sequences_of(position_ids)
     if sequences is None:
         inside = "call the model inside `with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself"
         canvas = "part of a canvas; call the model with denoise=batch, as the objective of its family does"

@@ -1,8 +1,8 @@
 """Attentions that compute themselves: they get the keys and values of other ranks where they would read a cache.
 
 A model that can generate lets each attention put its keys and values into a cache, and compute with all that the cache then
-has: fewer queries than keys. That is what a rank of `cp` needs. So a model gets a cache of ours, a *door*: it keeps nothing, and
-returns the keys and values of the whole sequence, in its order. What an attention puts in has its rotary embedding already.
+has: fewer queries than keys. That is what a rank of `cp` needs. So a model gets a cache of ours, a *door*: it keeps nothing,
+and returns the keys and values of the whole sequence, in its order. What an attention puts in has its rotary embedding already.
 Everything after it is the code of the model: its kernel, biases by the place of a key, an indexer.
 
 The masks of transformers are made by the sizes that the cache says. For a rank they are those of its own queries.
@@ -34,7 +34,8 @@ Bring = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 _MASKS = ("eager", "sdpa")
 """The kernels whose masks are tensors."""
-_OF_RANK = "_meshwright_masks_of_rank"
+_OF_RANK: set[Callable[..., Any]] = set()
+"""The functions of ours that make their masks."""
 
 
 class _Rows(NamedTuple):
@@ -67,7 +68,7 @@ def make_door(bring: Bring, length: int, asked: Callable[[], None] = lambda: Non
 def _door_class() -> type[Any]:
     from transformers import DynamicCache
 
-    class Door(DynamicCache):  # type: ignore[misc]
+    class Door(DynamicCache):
         """A cache that returns keys and values of all ranks, and stays empty."""
 
         def __init__(self, bring: Bring, length: int, asked: Callable[[], None]) -> None:
@@ -100,13 +101,13 @@ def give_cache(model: nn.Module, action: GiveCache, mesh: ParallelMesh) -> None:
 
     for name in _MASKS:
         known = AttentionMaskInterface()[name]
-        if not hasattr(known, _OF_RANK):
+        if known not in _OF_RANK:
             ours = partial(_mask_of_rank, known)
-            setattr(ours, _OF_RANK, True)
+            _OF_RANK.add(ours)
             AttentionMaskInterface.register(name, ours)
     group = mesh[action.axis].get_group()
     begin = _Beginning(action, group, dist.get_world_size(group), dist.get_rank(group))
-    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_pre_hook(begin.run, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
 
 
@@ -118,7 +119,8 @@ class _Beginning(NamedTuple):
     ranks: int
     rank: int
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def run(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of the forward with a cache."""
         positions = kwargs.get("position_ids")
         sequences = sequences_of(positions) if isinstance(positions, torch.Tensor) else None
         if sequences is None or sequences.prefix is not None or kwargs.get(CACHE) is not None:
@@ -176,7 +178,7 @@ def _mask_of_rank(known: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if rows is None:
         return known(*args, **options)
     rule, documents = options["mask_function"], rows.sequences.documents
-    relative = hasattr(masking_utils, "remap_positions_for_packed_sequence")  # of releases that count the places of a rule so
+    relative = "remap_positions_for_packed_sequence" in vars(masking_utils)  # of releases that count the places of a rule so
     begins = _begins(rows.sequences, documents) if relative and documents is not None else None
 
     def seen(row: Any, head: Any, query: Any, key: Any) -> Any:

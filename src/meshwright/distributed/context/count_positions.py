@@ -1,9 +1,12 @@
 """A module that counts tokens itself, on a rank that has some tokens of each sequence.
 
-Its code calls ``torch.arange`` with the number of tokens that it sees: in one process these are the positions of a sequence from
-its beginning. On a rank they are those of its part. Which calls count tokens is known by the line of the code that makes them
-(``places`` of the action). While the forward of the module runs, these calls return the positions of the rank, plus what they
-begin with.
+Its code calls ``torch.arange`` with the number of tokens that it sees: in one process these are the positions of a sequence
+from its beginning. On a rank they are those of its part. Which calls count tokens is known by the line of the code that makes
+them (``places`` of the action). While the forward of the module runs, these calls return the positions of the rank, plus what
+they begin with.
+
+Likewise its code may take the rows of its queries from a table, such as a causal mask of the longest sequence: the last of as
+many rows as there are keys. These are the rows of the rank's positions.
 """
 
 import sys
@@ -56,11 +59,26 @@ class _Counted(TorchFunctionMode):
         self.action, self.ranks, self.rank = action, ranks, rank
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__ and calling_place() in self.action.places:
+            return self._rows(*args)
         result = function(*args, **(kwargs or {}))
         return self._own(result) if function is torch.arange and calling_place() in self.action.places else result
 
     def _own(self, counted: torch.Tensor) -> torch.Tensor:
         """Return the positions of the rank, for those [tokens] that are counted from the beginning of its part."""
-        pieces = positions_of(len(counted) * self.ranks, self.ranks, self.action.balance, self.rank)
-        places = [torch.arange(piece.start, piece.stop, device=counted.device) for piece in pieces]
-        return (torch.cat(places) + counted[:1]).to(counted.dtype)
+        return (self._places(len(counted), counted.device) + counted[:1]).to(counted.dtype)
+
+    def _rows(self, table: torch.Tensor, index: Any) -> torch.Tensor:
+        """Return what an index takes of a table, with the rank's positions in place of the last of as many rows as keys."""
+        for dim, taken in enumerate(index):
+            if isinstance(taken, slice) and taken.start is not None and taken.stop % (taken.stop - taken.start) == 0:
+                tokens = taken.stop - taken.start
+                if taken.stop == tokens * self.ranks:
+                    table = table.index_select(dim, self._places(tokens, table.device))
+                    index = (*index[:dim], slice(None), *index[dim + 1 :])
+        return table[index]
+
+    def _places(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of the rank."""
+        pieces = positions_of(tokens * self.ranks, self.ranks, self.action.balance, self.rank)
+        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])

@@ -5,7 +5,7 @@ this rank has, and reads only that. The entry points are private; :func:`check` 
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,6 @@ __all__ = [
     "is_experts",
     "keep_in_fp32",
     "let_positions_answer",
-    "mask_function",
     "load_sharded",
     "mask_function",
     "reading_one_by_one",

@@ -335,8 +335,8 @@ class Compile:
 
 
 Action = (
-    Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | CountPositions | GiveCache | ChunkLoss | Recompute | Freeze | Pack
-    | PartTwins | Wrap | JoinTwins | Prefetch | Compile
+    Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | CountPositions | GiveCache | ChunkLoss | Recompute
+    | Freeze | Pack | PartTwins | Wrap | JoinTwins | Prefetch | Compile
 )  # fmt: skip
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}

@@ -1,14 +1,14 @@
-"""How attentions that compute themselves use a cache: read from a forward in which the cache has more keys than there are queries.
+"""How attentions that compute themselves use a cache: read from a forward in which it has more keys than there are queries.
 
-An attention that does not call the function of transformers, or changes its mask before, cannot be replaced. But if its model can
-generate, it computes with fewer queries than keys. So the model is called with a cache that returns keys and values of another
-length, a second prime (:mod:`meshwright.distributed.context.cache_door`). Then every operator shows by the sizes of its tensors
-whether it mixes the tokens of a rank, which must not be, or the keys of the whole sequence, which each rank has. Each softmax over
-keys must have been given the mask.
+An attention that does not call the function of transformers, or changes its mask before, cannot be replaced. But if its model
+can generate, it computes with fewer queries than keys. So the model is called with a cache that returns keys and values of
+another length, a second prime (:mod:`meshwright.distributed.context.cache_door`). Then every operator shows by the sizes of its
+tensors whether it mixes the tokens of a rank, which must not be, or the keys of the whole sequence, which each rank has. Each
+softmax over keys must have been given the mask.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -24,13 +24,11 @@ from meshwright.errors import Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.context.attention_calls import PRODUCTS, AttentionTracer, problem_at
 from meshwright.models.reading.token_dimension import TokenDimension
-from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, prime_length, tensors_in, traced
+from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, prime_length, traced
 from meshwright.plan.given.attentions import AttentionFacts, Attentions
 from meshwright.plan.given.spec import ExpertsRule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
 __all__ = ["trace_cached"]
@@ -115,9 +113,8 @@ class CachedTracer(AttentionTracer):
         problem, *self._rule = self._kind(options["mask_function"])  # type: ignore[assignment]
         if problem:  # it is computed as it is written; so it may be any rule of the places of a query and a key alone
             self._rule = (True, None)
-            places = (torch.empty(shape, dtype=torch.long, device="meta") for shape in ((1, 1, q_length, 1), (1, 1, 1, kv_length)))
-            row = torch.zeros((1, 1, 1, 1), dtype=torch.long, device="meta")
-            options["mask_function"](row, row, *places)
+            shapes = (1, 1, 1, 1), (1, 1, 1, 1), (1, 1, q_length, 1), (1, 1, 1, kv_length)
+            options["mask_function"](*(torch.empty(shape, dtype=torch.long, device="meta") for shape in shapes))
         dtype = torch.bool if self.kernel == "sdpa" else options.get("dtype", torch.float32)
         mark = torch.empty((batch_size, 1, q_length, kv_length), device="meta", dtype=dtype)
         self._masked.put([mark])
@@ -162,6 +159,10 @@ class CachedTracer(AttentionTracer):
             if name.startswith("_scaled_dot_product"):
                 return
         if not any(map(self.tokens.has, tensors)) and any(map(self.tokens.has, results)) and name.startswith(_TAKES):
+            end = operator.operands.get("end")
+            if name == "slice" and end == self.keys.length and operator.operands["start"] == end - self.tokens.length:
+                self.counted[operator.module, calling_place()] = None  # the rows of its queries, of as many as there are keys
+                return
             if any(tensor.dtype is torch.int64 for tensor in results):
                 self._own_positions.put(results, frozenset([(operator.module, None)]))
                 return

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from meshwright.errors import Problems, Refusal, coded, number_of
 from meshwright.layout import divisors
 from meshwright.plan.axes.context.mixers import mixer_bytes, mixer_counts
-from meshwright.plan.axes.context.own_code import own_code_actions, own_code_refusals, own_code_remarks
+from meshwright.plan.axes.context.model_computes import own_code_actions, own_code_refusals, own_code_remarks
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod

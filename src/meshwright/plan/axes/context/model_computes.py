@@ -32,15 +32,16 @@ def own_code_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
 def own_code_remarks(draft: Draft) -> list[str]:
     """Return what a reader of the plan would not expect, a sentence each."""
     remarks = [
-        f"{module or 'the model'!r} counts positions itself ({', '.join(f'{file}:{line}' for file, line in places)}): on a rank "
-        "of cp they are those of its part of each sequence"
+        f"{module or 'the model'!r} counts positions itself ({', '.join(f'{file}:{line}' for file, line in places)}): on a "
+        "rank of cp they are those of its part of each sequence"
         for module, places in _counted(draft).items()
     ]
     attentions = draft.model.traces.attentions
     if attentions is not None and (own := [facts.module for facts in attentions.rows if facts.cached]):
+        which = f"{own[0]!r} and {len(own) - 1} more compute" if len(own) > 1 else f"{own[0]!r} computes"
         remarks.append(
-            f"{own[0]!r}{f' and {len(own) - 1} more compute' if len(own) > 1 else ' computes'} attention in the model's own code: "
-            "a cache returns the keys and values of all ranks of cp, and scores are of a rank's queries and all keys"
+            f"{which} attention in the model's own code: a cache returns the keys and values of all ranks of cp, and scores are "
+            "of a rank's queries and all keys"
         )
     return remarks
 
