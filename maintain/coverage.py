@@ -33,7 +33,7 @@ from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.shipped_cells import COVERAGE
 
-__all__ = ["COLUMNS", "part_of", "run_of", "write_coverage"]
+__all__ = ["COLUMNS", "case_of", "part_of", "run_of", "write_coverage"]
 
 COLUMNS = tuple(
     next(place for place in LAYOUTS if place.label == label)
@@ -61,7 +61,7 @@ def part_of(types: Sequence[str], part: str) -> list[str]:
     return list(types[int(match[1]) - 1 :: int(match[2])])
 
 
-def run_of(name: str, place: Place, folder: Path, packing: str = "pack") -> RunConfig:
+def run_of(name: str, place: Place, folder: Path, packing: str = "pack", **parallel: Any) -> RunConfig:
     """Return the run of a model type's default config, or of a variant of it, on a layout.
 
     Raises:
@@ -87,15 +87,25 @@ def run_of(name: str, place: Place, folder: Path, packing: str = "pack") -> RunC
             "output": str(folder),
             "model": {"config": flipped({"model_type": model_type, **odd, **sizes}, switch)},
             "layout": dict(place.sizes),
-            "parallel": {"sequence_parallel": place.sequence_parallel},
+            "parallel": {"sequence_parallel": place.sequence_parallel, **parallel},
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
             "training": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 8},
         }
     )
 
 
-def _case_of(model_type: str, place: Place, folder: Path, packing: str, dtype: str) -> Case:
-    run, _, _ = shrink(run_of(model_type, place, folder, packing), place.world_size)
+def case_of(model_type: str, place: Place, folder: Path, packing: str, dtype: str, **parallel: Any) -> Case:
+    """Return the case of a model type or variant on a layout, on random documents.
+
+    Args:
+        model_type: the type, or the name of a variant.
+        place: the layout.
+        folder: where the documents are written.
+        packing: value of ``data.packing``.
+        dtype: what both sides compute in.
+        parallel: further values of the section ``parallel``.
+    """
+    run, _, _ = shrink(run_of(model_type, place, folder, packing, **parallel), place.world_size)
     ready, _ = make_ready(run, dtype, STEPS, folder)
     values = ready.model.config or {}
     nested = next((value for value in values.values() if isinstance(value, dict) and "vocab_size" in value), values)
@@ -126,7 +136,7 @@ def _first_line(error: BaseException) -> str:
 
 def _cell(auditor: Auditor, model_type: str, place: Place, folder: Path) -> Cell:
     def audit(dtype: str) -> Cell:
-        return audited(auditor, place, [dtype], lambda _, packing: _case_of(model_type, place, folder, packing, dtype))
+        return audited(auditor, place, [dtype], lambda _, packing: case_of(model_type, place, folder, packing, dtype))
 
     try:
         cell = audit("float64")
@@ -134,7 +144,7 @@ def _cell(auditor: Auditor, model_type: str, place: Place, folder: Path) -> Cell
         if cell.outcome is Outcome.FAILS and cell.code in ("audit.random", "worker.overflow"):
             return Cell(Outcome.REFUSED, {}, cell.note, code=cell.code)  # one process cannot be compared with itself
         crashed = cell.outcome is Outcome.FAILS and not cell.claims
-        if crashed and (why := _unable(_case_of(model_type, place, folder, "pad", "float32"))):
+        if crashed and (why := _unable(case_of(model_type, place, folder, "pad", "float32"))):
             note = f"{model_type} cannot be shrunk: the small model does not run by itself ({why})"
             return Cell(Outcome.REFUSED, {}, note, code="shrink.model")
         return cell

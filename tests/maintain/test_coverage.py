@@ -101,7 +101,7 @@ def test_what_is_wrong_with_meshwright_is_no_refusal(tmp_path: Path, monkeypatch
     def broken(*_: object) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(coverage, "_case_of", broken)
+    monkeypatch.setattr(coverage, "case_of", broken)
     with Auditor() as auditor:
         cell = coverage._cell(auditor, "llama", SHARD, tmp_path)
     assert (cell.outcome, cell.note) == (Outcome.FAILS, "KeyError: 'a defect'")

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.result.context.count_action import CountPositions
 
@@ -70,13 +71,23 @@ class _Counted(TorchFunctionMode):
 
     def _rows(self, table: torch.Tensor, index: Any) -> torch.Tensor:
         """Return what an index takes of a table, with the rank's positions in place of the last of as many rows as keys."""
-        for dim, taken in enumerate(index):
-            if isinstance(taken, slice) and taken.start is not None and taken.stop % (taken.stop - taken.start) == 0:
-                tokens = taken.stop - taken.start
-                if taken.stop == tokens * self.ranks:
-                    table = table.index_select(dim, self._places(tokens, table.device))
-                    index = (*index[:dim], slice(None), *index[dim + 1 :])
-        return table[index]
+        taken = index if isinstance(index, tuple) else (index,)
+        rows = [dim for dim, one in enumerate(taken) if self._takes_queries(one)]
+        if len(rows) != 1 or not all(isinstance(one, slice) for one in taken):
+            file, line = calling_place()
+            raise UnsupportedError(
+                "cp.positions",
+                f"{self.action.module!r} takes rows of a table ({file}:{line}), and which are of queries is not clear",
+            )
+        (dim,) = rows
+        own = table.index_select(dim, self._places(taken[dim].stop - taken[dim].start, table.device))
+        return own[(*taken[:dim], slice(None), *taken[dim + 1 :])]
+
+    def _takes_queries(self, taken: Any) -> bool:
+        """Return whether a slice takes the last of as many rows as there are keys, one for each token of the rank."""
+        if not isinstance(taken, slice) or taken.start is None or taken.stop is None:
+            return False
+        return bool(taken.stop == (taken.stop - taken.start) * self.ranks)
 
     def _places(self, tokens: int, device: torch.device) -> torch.Tensor:
         """Return the positions of the rank."""

@@ -40,8 +40,8 @@ def own_code_remarks(draft: Draft) -> list[str]:
     if attentions is not None and (own := [facts.module for facts in attentions.rows if facts.cached]):
         which = f"{own[0]!r} and {len(own) - 1} more compute" if len(own) > 1 else f"{own[0]!r} computes"
         remarks.append(
-            f"{which} attention in the model's own code: a cache returns the keys and values of all ranks of cp, and scores are "
-            "of a rank's queries and all keys"
+            f"{which} attention in the model's own code: a cache returns the keys and values of all ranks of cp, and scores "
+            "are of a rank's queries and all keys"
         )
     return remarks
 
