@@ -9,7 +9,7 @@ The masks of transformers are made by the sizes that the cache says. For a rank 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -139,9 +139,13 @@ class _Beginning(NamedTuple):
         return args, {**kwargs, CACHE: make_door(partial(_gathered, pieces, self.group), sequences.length, _check_running)}
 
 
-def _end(model: nn.Module, *_: Any) -> None:
+def _end(model: nn.Module, args: Any, output: Any) -> Any:
+    """Take the cache out of what the forward of a model returns: no other hook knows what it is."""
     if _RUNNING.rows and _RUNNING.rows[-1].model is model:  # it is not if its forward was refused
         _RUNNING.rows = _RUNNING.rows[:-1]
+    if not isinstance(output, Mapping):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != CACHE})
 
 
 def _check_running() -> None:

@@ -115,7 +115,7 @@ class AttentionTracer(Tracer):
         self._own_positions = Labels()
         self._refused = frozenset[tuple[str, Any]]()
         self._reduced = Labels()
-        self._runs: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
 
@@ -152,14 +152,14 @@ class AttentionTracer(Tracer):
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Count how often a module runs."""
-        self._runs[name] += 1
+        self.runs[name] += 1
 
     def attentions(self) -> tuple[AttentionFacts, ...]:
         """Return what was recorded of each attention, with the number of its calls in a run."""
         return tuple(self._counted(facts) for facts in self.rows.values())
 
     def _counted(self, facts: AttentionFacts) -> AttentionFacts:
-        calls, rest = divmod(self._calls[facts.module], max(1, self._runs[facts.module]))
+        calls, rest = divmod(self._calls[facts.module], max(1, self.runs[facts.module]))
         if rest and not facts.problem:
             return replace(facts, problem=Refusal("cp.twice", "attends in some of its runs more often than in others"))
         return replace(facts, calls=max(1, calls))

@@ -23,6 +23,7 @@ from meshwright.distributed.context.count_positions import calling_place
 from meshwright.errors import Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.context.attention_calls import PRODUCTS, AttentionTracer, problem_at
+from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.token_dimension import TokenDimension
 from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, prime_length, traced
 from meshwright.plan.given.attentions import AttentionFacts, Attentions
@@ -61,6 +62,9 @@ def trace_cached(model: "PreTrainedModel", experts: Sequence[ExpertsRule]) -> At
         return str(problems[0])
     if not found.rows:
         return f"its attentions use no cache ({CACHE})"
+    runs = {name: count for name, (count, _) in count_runs(model, experts).items()}
+    if other := next((name for name, count in runs.items() if found.runs[name] != count), ""):
+        return f"with a cache {other!r} runs {found.runs[other]} times in a forward, and {runs[other]} times without"
     return Attentions(found.attentions(), (), kernel, counted=tuple(found.counted))
 
 
