@@ -82,7 +82,7 @@ def trace_stacks(
                 f"attn_implementation={kernel!r} takes no mask of blocks; legal are {' and '.join(ATTENTIONS)}",
             )
         )
-    return Attentions(tuple(found.rows.values()), tuple(problems), kernel)
+    return Attentions(found.attentions(), tuple(problems), kernel)
 
 
 def _train(

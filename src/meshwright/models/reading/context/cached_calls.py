@@ -51,7 +51,7 @@ def trace_cached(model: "PreTrainedModel", experts: Sequence[ExpertsRule]) -> At
     kernel = compat.attention_of(model)
     if kernel not in KERNELS:
         return f"attn_implementation={kernel!r} makes no mask for fewer queries than keys; legal are {' and '.join(KERNELS)}"
-    if CACHE not in signature(model.forward).parameters:
+    if CACHE not in signature(_of_transformers(model).forward).parameters:
         return f"its forward takes no {CACHE}"
     whole = prime_length(model, prime_length(model))
     found, why = traced(model, experts, partial(CachedTracer, whole, kernel), (None, "cpu"))
@@ -66,6 +66,13 @@ def trace_cached(model: "PreTrainedModel", experts: Sequence[ExpertsRule]) -> At
     if other := next((name for name, count in runs.items() if found.runs[name] != count), ""):
         return f"with a cache {other!r} runs {found.runs[other]} times in a forward, and {runs[other]} times without"
     return Attentions(found.attentions(), (), kernel, counted=tuple(found.counted))
+
+
+def _of_transformers(model: nn.Module) -> nn.Module:
+    """Return a model, or the one inside a ``PeftModel``, which passes all arguments on."""
+    from transformers import PreTrainedModel
+
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 class CachedTracer(AttentionTracer):

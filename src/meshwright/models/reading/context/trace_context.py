@@ -33,4 +33,8 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     if isinstance(cached, Attentions):
         return cached
     problems = [coded(problem, "cp.attention").within("", f"; through its cache: {cached}") for problem in found.problems]
-    return replace(found, problems=tuple(problems))
+    states = [
+        (name, problem.within("", f" (through its cache: {cached})") if problem.code == "cp.mixes_tokens" else problem)
+        for name, problem in ((name, coded(problem, "cp.state")) for name, problem in found.states)
+    ]
+    return replace(found, problems=tuple(problems), states=tuple(states))
