@@ -1,4 +1,6 @@
-"""What a rank of `cp` holds of activations and logits, as a share of that without `cp`: hybrids, and DiffusionGemma.
+"""What a rank of `cp` holds of activations and logits, as a share of that without `cp`.
+
+Of hybrids, of models whose own code computes attention or counts positions, and of DiffusionGemma:
 
     python benchmarks/context_memory.py [--check]
 
@@ -57,6 +59,14 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "model_type": "qwen3_next", **HYBRID, "num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3],
             "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        },
+        {},
+    ),
+    "BLOOM: its own attention": ({"model_type": "bloom", "hidden_size": 256, "n_head": 8, "n_layer": 4, "vocab_size": 512}, {}),
+    "Pegasus: its own positions": (
+        {
+            "model_type": "pegasus", "is_encoder_decoder": False, "is_decoder": True, "d_model": 256, "decoder_layers": 4,
+            "decoder_attention_heads": 8, "decoder_ffn_dim": 1024, "vocab_size": 512,
         },
         {},
     ),

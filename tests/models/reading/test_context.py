@@ -1,12 +1,14 @@
 """How the attentions of models are called, as one forward without values shows it."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.models.reading.context.attention_calls import trace_uncached
+from meshwright.models.reading.context.cached_calls import trace_cached
 from meshwright.models.reading.context.trace_context import trace_attentions
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.attentions import Attentions
@@ -138,6 +140,39 @@ def test_positions_of_its_own(model_type: str) -> None:
     assert {(module, file) for module, (file, _) in found.counted} == {
         ("model.decoder", f"models/{model_type}/modeling_{model_type}.py")
     }
+
+
+NOT_FOLLOWED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "no mask": (lambda attend, q, k, v, mask: attend(q, k, v, None), "attends to the keys of its cache without the mask"),
+    "a triangle": (
+        lambda attend, q, k, v, mask: attend(q, k, v, mask + torch.ones(q.shape[2], k.shape[2], device="meta").tril()),
+        "makes a mask of its own (aten.tril",
+    ),
+    "tokens of a rank": (lambda attend, q, k, v, mask: attend(q + q.mean(2, True), k, v, mask), "mixes tokens"),
+    "the first entries": (
+        lambda attend, q, k, v, mask: attend(q * torch.ones(64, 1, device="meta")[: q.shape[2]], k, v, mask),
+        "takes as many entries as it has tokens, from the first on (aten.slice",
+    ),
+}
+
+
+def test_attention_that_computes_itself_is_followed_through_its_cache() -> None:
+    found = attentions_of(built("gptj", n_embd=64, n_head=4, n_layer=2, rotary_dim=8))
+    assert [(row.module, row.heads, row.key_size, row.causal, row.cached) for row in found.rows] == [
+        (f"transformer.h.{layer}.attn", 4, 16, True, True) for layer in range(4)
+    ]
+
+
+@pytest.mark.parametrize("case", NOT_FOLLOWED)
+def test_what_is_not_shown_through_a_cache_is_refused(case: str) -> None:
+    change, words = NOT_FOLLOWED[case]
+    model = built("gptj", n_embd=64, n_head=4, n_layer=2, rotary_dim=8)
+    attention = model.transformer.h[1].attn
+    attention._attn = partial(change, attention._attn)
+    refused = trace_cached(model, ())
+    assert isinstance(refused, str)
+    assert refused.startswith("'transformer.h.1.attn' ")
+    assert words in refused
 
 
 def test_arguments_that_are_not_known() -> None:
