@@ -14,7 +14,7 @@ from meshwright.device import is_accelerator
 from meshwright.distributed._torch_compat import not_moved, own_memory
 from meshwright.errors import Problems, UnsupportedError
 from meshwright.models._transformers_compat.asked_positions import find_documents, let_positions_answer
-from meshwright.models._transformers_compat.attention_interfaces import attention_function, mask_function
+from meshwright.models._transformers_compat.attention_interfaces import attention_function, mask_function, masks_have_offsets
 from meshwright.models.weights.bars import one_bar
 from meshwright.models.weights.load_report import LoadReport
 
@@ -40,6 +40,7 @@ __all__ = [
     "let_positions_answer",
     "load_sharded",
     "mask_function",
+    "masks_have_offsets",
     "reading_one_by_one",
     "router_class",
     "router_classes",

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
-__all__ = ["attention_function", "mask_function"]
+__all__ = ["attention_function", "mask_function", "masks_have_offsets"]
 
 
 @contextmanager
@@ -35,3 +36,10 @@ def mask_function(name: str, mask: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         AttentionMaskInterface.register(name, before)
+
+
+def masks_have_offsets() -> bool:
+    """Return whether this release makes masks from numbers of queries and keys and where each begin, as a rank's are made."""
+    from transformers import masking_utils
+
+    return {"q_length", "q_offset", "kv_length", "kv_offset"} <= signature(masking_utils.sdpa_mask).parameters.keys()

@@ -53,6 +53,8 @@ def trace_cached(model: "PreTrainedModel", experts: Sequence[ExpertsRule]) -> At
         return f"attn_implementation={kernel!r} makes no mask for fewer queries than keys; legal are {' and '.join(KERNELS)}"
     if CACHE not in signature(_of_transformers(model).forward).parameters:
         return f"its forward takes no {CACHE}"
+    if not compat.masks_have_offsets():
+        return "this release of transformers makes masks for as many queries as keys"
     whole = prime_length(model, prime_length(model))
     found, why = traced(model, experts, partial(CachedTracer, whole, kernel), (None, "cpu"))
     if found is None:
