@@ -163,6 +163,11 @@ def test_attention_that_computes_itself_is_followed_through_its_cache() -> None:
     ]
 
 
+def test_dropout_of_attention_that_computes_itself_is_a_fact() -> None:
+    model = built("gptj", n_embd=64, n_head=4, n_layer=2, rotary_dim=8, attn_pdrop=0.25)
+    assert {row.dropout for row in attentions_of(model).rows} == {0.25}
+
+
 @pytest.mark.parametrize("case", NOT_FOLLOWED)
 def test_what_is_not_shown_through_a_cache_is_refused(case: str) -> None:
     change, words = NOT_FOLLOWED[case]

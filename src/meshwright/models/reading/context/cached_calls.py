@@ -161,8 +161,9 @@ class CachedTracer(AttentionTracer):
         floats = [tensor for tensor in results if tensor.is_floating_point()]
         if brought := self._brought.among(tensor for tensor in tensors if tensor.is_floating_point()):
             self._brought.put(floats, frozenset[str]().union(*brought))
-        if name in ("native_dropout", "bernoulli_", "dropout") and any(map(self.keys.has, results)):
-            self._note(dropout=float(operator.operands.get("p") or 0.0))
+        if name in ("native_dropout", "bernoulli_") and any(map(self.keys.has, results)):
+            given = float(operator.operands.get("p") or 0.0)
+            self._note(dropout=given if name == "native_dropout" else 1 - given)  # the second is given what is kept
         if any(self.tokens.has(tensor) and self.keys.has(tensor) for tensor in floats) and name in ("bmm", "baddbmm"):
             rows = self.inputs.positions.numel() * self.keys.length
             self._note(heads=max(1, prod(floats[0].shape) // rows))
