@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleZBVZeroBubble
 
 from meshwright.distributed.fsdp2 import FSDP2Manager
-from meshwright.distributed.mesh import whole_tensor
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import UnsupportedError
 from meshwright.moe.fsdp_mixin import MoEFSDPSyncMixin, patch_stage
 from tests.harness import run_ranks

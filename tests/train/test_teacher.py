@@ -18,8 +18,9 @@ from meshwright.audit.conduct import audit
 from meshwright.data.rows.columns import ROUTED_EXPERTS, TensorColumn
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import train_tokenizer
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.pipeline.stage_parts import models_of
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.price import totals

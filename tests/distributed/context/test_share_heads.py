@@ -12,7 +12,8 @@ from torch import nn
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.context.sequences import context_parallel as shared
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
