@@ -82,18 +82,15 @@ def make(environment: Environment, folder: Path) -> Path:
         return python
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([environment.python, "-m", "venv", place], check=True)
-    others = [
-        line for line in (ROOT / "constraints.txt").read_text().splitlines() if not re.match("(torch|transformers)==", line)
-    ]
-    constraints = place / "constraints.txt"
-    constraints.write_text("\n".join(others))
+    tested = (environment.torch, environment.transformers) == (pinned("torch"), pinned("transformers"))
+    constraints = ["-c", str(ROOT / "constraints.txt")] if tested else []  # other versions need other packages beside them
     wanted = [f"{name}=={version}.*" if version.count(".") == 1 else f"{name}=={version}" if version else name
               for name, version in (("torch", environment.torch), ("transformers", environment.transformers))]  # fmt: skip
     for packages in (
         wanted[:1],
         [*wanted, "-e", f"{ROOT}[test]"],
     ):  # torch first: it is the one that must not be resolved again
-        subprocess.run([python, "-m", "pip", "install", "-q", "-c", constraints, *packages], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *constraints, *packages], check=True)
     (place / "complete").touch()
     return python
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ from meshwright.ranks.forked import keep_inherited
 
 TIMEOUT = timedelta(seconds=20)
 """Of every collective: a rank that failed makes its peers fail, not hang."""
+
+OF_PINNED = pytest.mark.skipif(
+    version("transformers") not in (Path(__file__).parents[1] / "constraints.txt").read_text(),
+    reason="of the model types, and the code, of the transformers that constraints.txt pins",
+)
+"""A test that is skipped with other releases of transformers, which :mod:`maintain.versions` meets."""
 
 LIMIT = 120
 """Seconds for all ranks of a call. One that is stuck writes before where each of its threads is."""

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from maintain.tiny import TINY_MODELS
+from meshwright.distributed.slices import whole_tensor
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.spec import ParallelSpec
 from tests.diffusion_gemma import tiny_diffusion_gemma
@@ -103,4 +104,4 @@ def valid_tokens(items: list[dict[str, torch.Tensor]]) -> int:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The global values of a tensor that may be sharded; all ranks take part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from maintain.cells import LAYOUTS, Variant, family_case
+from maintain.coverage import run_of
+from meshwright.audit.case import Case
 from meshwright.audit.causes.findings import Kind
 from meshwright.audit.conduct import Auditor
+from meshwright.audit.data import draw_documents
 from meshwright.audit.ranks import RankTrainer
+from meshwright.audit.ready import make_ready
 from meshwright.distributed.context import share_heads as heads
 from meshwright.plan.given.closed_choices import ContextBalance, SyncPolicy
 from meshwright.plan.result.context.heads_action import ShareHeads
+from meshwright.shrink.run import shrink
 
 MIXER = "model.layers.0.mixer"
 PLACES = {place.label: place for place in LAYOUTS}
@@ -96,6 +101,21 @@ def state_of_the_row_before(trainer: RankTrainer) -> None:
         return output + 0.1 * output.roll(1, 0)
 
     mixer.forward = forward
+
+
+def sums_of_forward_alone(trainer: RankTrainer) -> None:
+    """What a matrix between gives is summed over ranks, and the gradients that come back to it are not."""
+    heads.enter = lambda whole, group: whole
+
+
+def test_a_sum_that_backward_lacks_is_named(auditor: Auditor, tmp_path: Path) -> None:
+    run, _, _ = shrink(run_of("falcon_mamba", PLACES["cp 2"], tmp_path, "pad"), 2)
+    ready, _ = make_ready(run, "float64", 1, tmp_path)
+    draw_documents(ready.model.config["vocab_size"], ready.data.sequence_length, 40, 0, tmp_path / "documents")
+    report = auditor.audit(Case(ready, tmp_path / "documents", 1), 2, plants=[sums_of_forward_alone])
+    assert not report.passed
+    assert report.findings[0].kind is Kind.BACKWARD
+    assert "backward diverges in backbone.layers.1.mixer" in report.findings[0].message, report.verdict
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.distributed.mesh import ParallelMesh, build_mesh, mesh_beside, whole_tensor
+from meshwright.distributed.mesh import ParallelMesh, build_mesh, mesh_beside
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
 from tests.harness import refuses, run_ranks

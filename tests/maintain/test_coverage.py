@@ -22,6 +22,7 @@ from meshwright.models.model_config import ModelConfig
 from meshwright.shrink.run import shrink
 from meshwright.train.proofs.shipped_cells import COVERAGE
 from meshwright.train.start.setup import make_setup
+from tests.harness import OF_PINNED
 
 SHARD, TP = (next(place for place in coverage.COLUMNS if place.label == label) for label in ("shard 2", "tp 2"))
 
@@ -43,6 +44,7 @@ def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
     assert len(json.loads(data.read_text())["cells"]) == 5
 
 
+@OF_PINNED
 @pytest.mark.parametrize(
     ("model_type", "label"),
     [
@@ -133,6 +135,7 @@ def test_parts() -> None:
             coverage.part_of(types, wrong)
 
 
+@OF_PINNED
 def test_the_page_that_is_here() -> None:
     """Every model type is on it, no cell failed, and each refusal has a reason that the page explains."""
     rows = json.loads(resources.files("meshwright.train.proofs").joinpath(COVERAGE).read_text())["cells"]

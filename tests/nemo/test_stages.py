@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleZBVZeroBubble
 
 from meshwright.distributed.fsdp2 import FSDP2Manager
-from meshwright.distributed.mesh import whole_tensor
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import UnsupportedError
 from meshwright.moe.fsdp_mixin import MoEFSDPSyncMixin, patch_stage
 from tests.harness import run_ranks
@@ -89,7 +89,9 @@ def test_stages_under_a_schedule_of_torch(schedule: type[Any], sizes: dict[str, 
         mine = tokens[dp.get_local_rank() :: dp.size()]
         run = schedule(stages if several else stages[0], len(mine), loss_fn=summed, scale_grads=False)
         first, last = 0 in own, count - 1 in own
-        run.step(*([mine[:, :-1]] if first else []), target=mine[:, 1:] if last else None, losses=[] if last else None)
+        run.step(
+            *([mine[:, :-1].contiguous()] if first else []), target=mine[:, 1:] if last else None, losses=[] if last else None
+        )
 
         summed(whole(tokens[:, :-1]).logits, tokens[:, 1:]).backward()
         truth = dict(whole.named_parameters())

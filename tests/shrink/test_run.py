@@ -18,7 +18,7 @@ from meshwright.plan.given.names import generalize
 from meshwright.shrink.run import SMALL, Change, shrink
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.start.setup import make_setup
-from tests.harness import refuses, run_ranks
+from tests.harness import OF_PINNED, refuses, run_ranks
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA3 = {
@@ -341,6 +341,7 @@ def test_sections_of_a_multimodal_model_shrink(tmp_path: Path) -> None:
     assert sum(parameter.numel() for parameter in built(small).parameters()) < 2_000_000
 
 
+@OF_PINNED
 def test_layers_with_a_config_of_their_own(tmp_path: Path) -> None:
     """Gemma 4: wider heads in layers of full attention, said by per_layer_config."""
     small, _, changes = shrink(run_config(source=write(tmp_path, {"model_type": "gemma4"})), 2)

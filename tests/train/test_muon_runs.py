@@ -16,7 +16,7 @@ from torch.optim import _muon
 
 from meshwright.audit.precision import KeepFloat64
 from meshwright.distributed.comm_counter import CommCounter
-from meshwright.distributed.mesh import whole_tensor
+from meshwright.distributed.slices import whole_tensor
 from meshwright.distributed.update.flagged import local
 from meshwright.distributed.update.sharded_muon import Muon
 from meshwright.plan.update.matrices import Form, Held, matrices_of

@@ -18,8 +18,9 @@ from meshwright.audit.conduct import audit
 from meshwright.data.rows.columns import ROUTED_EXPERTS, TensorColumn
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import train_tokenizer
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.pipeline.stage_parts import models_of
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.price import totals
@@ -260,7 +261,7 @@ def test_a_forecast_has_the_pass_of_a_teacher(tmp_path: Path, layout: str, share
     if share is None:  # the fullest stage has some layers and the head
         assert all_of_it / 2 < found.teacher["products"] < all_of_it
     else:
-        assert found.teacher["products"] == pytest.approx(share * all_of_it)
+        assert found.teacher["products"] == pytest.approx(share * all_of_it, rel=1e-3)  # rotations may be products
     assert all(found.teacher[axis] > 0 for axis in axes)
     assert found.parts["teacher"] == pytest.approx(sum(found.teacher.values()))
     others = {name: seconds for name, seconds in found.parts.items() if name not in ("teacher", "beyond")}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.audit.causes.callback_notes import NotingCallbacks
 from meshwright.audit.data import UnevenLoader, sequence_digests, unlabelled_microbatch, words_to_feed
@@ -25,6 +25,7 @@ from meshwright.data.rows.columns import TensorColumn
 from meshwright.data.store import TokenStore
 from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
+from meshwright.distributed.slices import slice_like
 from meshwright.layout import Layout
 from meshwright.models.added_modules import ADDED
 from meshwright.models.objective import PRECOMPUTED
@@ -314,8 +315,7 @@ def _jitter(model: nn.Module, seed: int, packed: Container[str], modules: Collec
         noise = (JITTER * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
         value = parameter.data
         if isinstance(value, DTensor):
-            # src_data_rank=None: each rank slices its own copy, and nothing is sent
-            noise = local_part(distribute_tensor(noise, value.device_mesh, value.placements, src_data_rank=None))
+            noise = slice_like(value, noise)
         local_part(value).add_(noise)
 
 

@@ -27,8 +27,8 @@ from meshwright.audit.tolerance import SQUARES, TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.memory.nf4 import dequantize, is_packed
-from meshwright.distributed.mesh import whole_tensor
 from meshwright.distributed.pipeline.stage_parts import models_of
+from meshwright.distributed.slices import whole_tensor
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.given.names import within

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshwright.checkpoint import checksums
 from meshwright.checkpoint.staging import HostCopies
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.mesh import whole_tensor
+from meshwright.distributed.slices import slice_like, whole_tensor
 from meshwright.errors import CheckpointError, described
 
 __all__ = ["contents", "read", "reason", "write", "write_in_background"]
@@ -139,9 +139,7 @@ def read(directory: Path, tensors: dict[str, torch.Tensor], *, alone: bool = Fal
             for name, tensor in tensors.items():
                 held_as = plain[name]
                 if held_as is not tensor and isinstance(tensor, DTensor) and isinstance(held_as, DTensor):
-                    gathered = whole_tensor(held_as)
-                    again = distribute_tensor(gathered, tensor.device_mesh, tensor.placements, src_data_rank=None)
-                    tensor.to_local().copy_(again.to_local())
+                    tensor.to_local().copy_(slice_like(tensor, whole_tensor(held_as)))
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError("checkpoint.unreadable", f"{directory}: cannot be read: {reason(error)}") from error
 

@@ -7,7 +7,6 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.device import default_kind
 from meshwright.distributed import _torch_compat
@@ -15,7 +14,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
 from meshwright.plan.result.sharding_plan import LAYER, unit_axes
 
-__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "mesh_beside", "mesh_of", "whole_tensor"]
+__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "mesh_beside", "mesh_of"]
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,8 @@ def mesh_beside(mesh: ParallelMesh, layout: Layout) -> ParallelMesh:
         raise LayoutError("layout.device_mesh", f"{layout}: has other data ranks, cp or ep than fit beside {mesh.layout}")
     by_data = mesh.root.mesh.permute(1, 2, 3, 0, 4)  # [dp_replicate, dp_shard, cp, pp, tp]
     shape = [sizes[axis] for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp")]
-    ranks = by_data.reshape(shape).permute(3, 0, 1, 2, 4).contiguous()
+    ordered = by_data.reshape(shape).permute(3, 0, 1, 2, 4).flatten()
+    ranks = ordered.reshape([sizes[axis] for axis in AXES])  # anew: torch 2.11 reads strides, also those of axes of one rank
     with _torch_compat.shared_groups():
         root = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES)
         experts = None
@@ -219,16 +219,3 @@ def mesh_beside(mesh: ParallelMesh, layout: Layout) -> ParallelMesh:
             expert_ranks = ranks.reshape(tuple(layout.expert_sizes().values()))
             experts = DeviceMesh(mesh.device_type, expert_ranks, mesh_dim_names=EXPERT_AXES)
         return _complete(layout, root, experts)
-
-
-def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """The global values of a tensor, gathered over one axis after another; all ranks of its mesh take part.
-
-    ``full_tensor`` does the same. It warns if several axes shard one dimension in another order than that of the mesh, as with
-    FSDP after tensor parallel, because one all-gather cannot undo that.
-    """
-    for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
-            placements = [*tensor.placements[:axis], Replicate(), *tensor.placements[axis + 1 :]]
-            tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()

@@ -1,7 +1,8 @@
 """What a candidate needs at the least, from numbers that many candidates share: time, and memory. No plan of it is made.
 
-Time: the work of a rank's rows of tokens, the wait of a pipeline whose stages are even, and the collectives of activations.
-Collectives over data ranks, launches and updates count nothing. Memory: a rank's share of the state, and of the activations.
+Time: the work of a rank's rows of tokens, the wait of a pipeline whose stages are even, the collectives of activations, the
+update of a rank's share of the state, and the copies of one pass if that is on the host. Launches and the collectives over data
+ranks count nothing. Memory: a rank's share of the state, and of the activations.
 
 The work and the activations of a row are by how much a trace of two rows has more than that of one row. So what does not grow
 with rows, such as copies of gathered parameters, is not in them. They are measured for each mode of recomputation on one rank,
@@ -29,6 +30,7 @@ from meshwright.trace.fewer import world_of
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.layer_work import LayerWork, Rates
 from meshwright.trace.memory import Traces, forecast_memory
+from meshwright.trace.time import HOST_MEMORY
 from meshwright.trace.verdict import ALLOCATOR
 from meshwright.trace.work import Work
 from meshwright.train.start.setup import RunSetup, change_setup
@@ -61,6 +63,8 @@ class _Slices:
         traffic: collectives of activations in a microbatch of one sequence.
         dense: bytes of the state (shards of parameters, gradients, moments) of what is no expert, as if nothing sharded it.
         experts: the same of experts.
+        updated: bytes that an update reads and writes of what is no expert, as if nothing sharded it, and of experts.
+        copied: the same of what is copied between host and device, with ``cpu_offload``.
         gathered: bytes of all parameters in the dtype of compute, as they are gathered.
         reduced: bytes of all gradients before they are reduced.
     """
@@ -68,6 +72,8 @@ class _Slices:
     traffic: tuple[AxisTraffic, ...]
     dense: float
     experts: float
+    updated: tuple[float, float]
+    copied: tuple[float, float]
     gathered: int
     reduced: int
 
@@ -126,7 +132,17 @@ class Bounds:
         for item in slices.traffic:
             calls, size = (share * branch.microbatches * number for number in (item.calls, branch.rows * (item.size or 0)))
             least += collective_seconds(layout, self.hardware, item.axis, item.kind, calls, size)
-        return least
+        offload = values.get("parallel.cpu_offload", parallel.cpu_offload)
+        least += self._of_rank(layout, slices.updated) / (HOST_MEMORY if offload else self._rates[False].bandwidth)
+        if offload:
+            least += self._of_rank(layout, slices.copied) / (self.hardware.host_gb_s * 1e9)
+        return (1 + self.hardware.beyond) * least
+
+    def _of_rank(self, layout: Layout, whole: tuple[float, float]) -> float:
+        """Return the least that the fullest rank has of some bytes: of what is no expert, and of experts."""
+        dense, experts = whole
+        shards, of_experts = layout.size("dp_shard_cp"), layout.size(shard_axis(layout, EXPERTS))
+        return ROUNDED * (dense / shards + experts / of_experts) / layout.size("pp")
 
     def _least_share(self, pp: int, values: Mapping[str, Any]) -> float:
         """Return the least share of the layers that a rank of `pp` has."""
@@ -143,8 +159,7 @@ class Bounds:
         slices, parallel = self.slices(branch, candidate), self.setup.config.parallel
         held = self.hardware.reserved_gib * 2**30
         if slices is not None and not values.get("parallel.cpu_offload", parallel.cpu_offload):
-            shards, of_experts = layout.size("dp_shard_cp"), layout.size(shard_axis(layout, EXPERTS))
-            held += ROUNDED * (slices.dense / shards + slices.experts / of_experts) / layout.size("pp")
+            held += self._of_rank(layout, (slices.dense, slices.experts))
         if slices is not None and branch.microbatches > 1 and (sync := values.get("parallel.sync", parallel.sync)) is not None:
             held += ROUNDED * slices.gathered / layout.size("pp") if sync is SyncPolicy.DEFER else 0.0
             held += ROUNDED * slices.reduced / layout.size("pp") if sync is not SyncPolicy.REDUCE_EACH else 0.0
@@ -175,14 +190,18 @@ class Bounds:
             return None
         plan = run.plan
         axis = {unit.name: unit.kind for unit in plan.units}
-        state = {True: 0.0, False: 0.0}
+        state, updated, copied = Counter[bool](), Counter[bool](), Counter[bool]()
         for row in plan.parameters:
             kind = axis[row.unit]
-            held = (1 + row.trainable) * row.bytes_per_rank + state_bytes(plan, row)
-            state[kind == EXPERTS] += held * plan.layout.size(shard_axis(plan.layout, kind))
+            of_experts, shards = kind == EXPERTS, plan.layout.size(shard_axis(plan.layout, kind))
+            held, moments = (1 + row.trainable) * row.bytes_per_rank, state_bytes(plan, row)
+            state[of_experts] += shards * (held + moments)
+            updated[of_experts] += shards * (held + row.bytes_per_rank + 2 * moments)
+            copied[of_experts] += shards * held
         traffic = tuple(item for item in activation_traffic(plan) if item.size and item.kind != "send")
         sizes = (sum(row.gathered_bytes for row in plan.parameters), sum(row.reduced_bytes for row in plan.parameters))
-        return _Slices(traffic, state[False], state[True], *sizes)
+        sums = (updated[False], updated[True]), (copied[False], copied[True])
+        return _Slices(traffic, state[False], state[True], *sums, *sizes)
 
     def _run(self, layout: Layout, chosen: tuple[tuple[str, Any], ...], rows: int = 1) -> RunSetup:
         """Return a run of one microbatch of some sequences."""

@@ -67,7 +67,10 @@ class LiveBytes(TorchDispatchMode):
             Those that wait for a second backward are in no module, but in autograd.
         by_kind: bytes now, by what they are for.
         moments: name of each moment to the bytes by kind when it held the most (:meth:`begin`).
+        paused: whether new tensors are no memory of the step.
     """
+
+    paused = False
 
     def __init__(
         self, model: torch.nn.Module, others: Iterable[torch.Tensor] = (), *, settle: bool = False, words: int = 0
@@ -111,6 +114,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it is taken apart first, and comes back here
+        if self.paused:
+            return func(*args, **(kwargs or {}))
         is_collective = func.namespace in ("fsdp", "c10d")
         result = func(*args, **(kwargs or {}))
         # A view makes no memory: what is first seen in one is a backend's own, such as the copy that gloo reduces in.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.device import synchronize
-from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes
+from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes, without_propagation
 from meshwright.distributed.context.sequences import share_batch
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.dispatch import static_splits
@@ -129,7 +129,7 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         for batch in step.batches:  # a run moves all to the device first, with what is known of documents (`moved_batch`)
             held += [*batch.values(), *([torch.empty_like(batch["position_ids"])] if setup.plan.options.packed else ())]
         live = LiveBytes(setup.model, held, settle=tensors is None, words=_words(setup))
-        with live, WorkCounter() as work, report_attention(work.attended):
+        with live, WorkCounter() as work, report_attention(work.attended), without_propagation(live, work):
             state = live.held
             step(live, work)
     return StepTrace(live.moments, work.moments, len(step.batches), state, live.peak)

@@ -27,7 +27,7 @@ from meshwright.train.forecast import operations_of_step
 from meshwright.train.start.setup import RunSetup
 from meshwright.train.start.teacher_setup import BYTES
 
-__all__ = ["COMPUTE", "TEACHER", "StageTurns", "TimeForecast", "forecast_time", "price_of", "stage_turns"]
+__all__ = ["COMPUTE", "HOST_MEMORY", "TEACHER", "StageTurns", "TimeForecast", "forecast_time", "price_of", "stage_turns"]
 
 COMPUTE = ("products", "attention", "elementwise", "launches")
 """The parts of a step that are the compute of its microbatches."""

@@ -75,7 +75,10 @@ class WorkCounter(TorchDispatchMode):
 
     Attributes:
         moments: name of each moment (:meth:`begin`) to its work by kind.
+        paused: whether operators are no work of the step.
     """
+
+    paused = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +97,8 @@ class WorkCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it is taken apart first, and comes back here
         result = func(*args, **(kwargs or {}))
+        if self.paused:
+            return result
         if func.is_view or (func.namespace != "aten" and func.name() not in FSDP):
             return result
         packet = func.overloadpacket

@@ -17,7 +17,8 @@ from meshwright.distributed.context.attend import attend, attend_over_ranks
 from meshwright.distributed.context.sequences import Sequences, sequences_of, share_batch
 from meshwright.distributed.context.sequences import context_parallel as shared
 from meshwright.distributed.fsdp2 import FSDP2Manager
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of

@@ -12,7 +12,8 @@ from torch import nn
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.context.sequences import context_parallel as shared
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
@@ -63,6 +64,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2,
         "state_size": 8, "conv_kernel": 4, "chunk_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     },  # no attention
+    "falcon_mamba": {
+        "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "conv_kernel": 4, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },  # Mamba-1: a matrix mixes channels between convolution and scan
+    "jamba with a bias": {
+        **SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 2, "num_experts_per_tok": 1,
+    },
 }  # fmt: skip
 
 SLICED = {"model.layers.0.self_attn.g_a_proj": "colwise", "model.layers.0.self_attn.g_b_proj": "rowwise"}
@@ -75,6 +83,9 @@ def hybrid(name: str, *, meta: bool = False, **changes: Any) -> Any:
     with torch.device("meta" if meta else "cpu"):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
+        for module in model.modules() if "bias" in name else ():
+            if isinstance(projection := getattr(module, "x_proj", None), nn.Linear):
+                projection.bias = nn.Parameter(torch.rand(projection.out_features, dtype=torch.float64))
     model.config.use_cache = False
     return model
 
@@ -143,11 +154,12 @@ def parity(rank: int, name: str, plan: ShardingPlan, kind: str) -> tuple[float, 
 
 LAYOUTS = ({"dp_shard": 1, "cp": 2}, {"dp_shard": 1, "cp": 4}, {"dp_shard": 1, "cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2})
 CASES = itertools.product(MODELS, LAYOUTS, ("whole", "padded", "packed"), ContextBalance)
-ALL = [case for case in CASES if not (case[0] == "mamba2" and "tp" in case[1])]  # there are no styles for it
+ALL = [case for case in CASES if not (case[0] in ("mamba2", "falcon_mamba") and "tp" in case[1])]  # there are no styles
 BY_DEFAULT = [
     ("nemotron_h", LAYOUTS[1], "padded", ContextBalance.ZIGZAG),  # fewer groups than ranks
     ("bamba of one group", LAYOUTS[0], "packed", ContextBalance.ZIGZAG),
     ("qwen3_next", LAYOUTS[0], "whole", ContextBalance.CONTIGUOUS),
+    ("jamba with a bias", LAYOUTS[0], "padded", ContextBalance.ZIGZAG),
 ]
 
 
@@ -163,11 +175,14 @@ def test_gradients_are_those_of_one_process(name: str, layout: dict[str, int], k
     assert worst[0] < 1e-12, worst
 
 
-def test_collectives_and_bytes_are_those_of_the_plan() -> None:
-    plan = planned(hybrid("nemotron_h", meta=True), Layout(dp_shard=1, cp=4), tokens=2 * 32 // 4)
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("nemotron_h", {"all_to_all": 4}), ("falcon_mamba", {"all_to_all": 8, "all_reduce": 4})]
+)
+def test_collectives_and_bytes_are_those_of_the_plan(name: str, kinds: dict[str, int]) -> None:
+    plan = planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=4), tokens=2 * 32 // 4)
 
     def on_rank(rank: int) -> None:
-        model = hybrid("nemotron_h")
+        model = hybrid(name)
         mesh = build_mesh(plan.layout, "cpu")
         for action in (*mixer_actions(plan), *attention_program(plan)):  # without units, whose ranks are the same
             PERFORMERS[type(action)](model, action, mesh)
@@ -175,13 +190,13 @@ def test_collectives_and_bytes_are_those_of_the_plan() -> None:
             loss_of(model, shard).backward()
         due = {item.kind: (item.calls, item.size) for item in activation_traffic(plan) if item.axis == "cp"}
         assert {kind: (counter.counts[kind], counter.bytes[kind]) for kind in counter.counts} == due
-        assert due["all_to_all"][0] == 4
+        assert {kind: due[kind][0] for kind in kinds} == kinds
 
     run_ranks(on_rank, 4)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["falcon_h1", "bamba", "qwen3_next"])
+@pytest.mark.parametrize("name", ["falcon_h1", "bamba", "qwen3_next", "falcon_mamba"])
 def test_a_recomputed_layer_exchanges_again(name: str) -> None:
     full = ActivationCheckpointing.FULL
     plan = planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=2), activation_checkpointing=full)

@@ -9,7 +9,8 @@ import transformers
 
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.data.grad_sync import GradSync
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.slices import whole_tensor
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.options import ParallelOptions

@@ -9,7 +9,8 @@ from torch import nn
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.data.grad_sync import GradSync
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.slices import whole_tensor
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.cost.price import totals

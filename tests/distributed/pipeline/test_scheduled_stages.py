@@ -9,10 +9,11 @@ from torch import nn
 
 from meshwright.audit.case import local_part
 from meshwright.distributed.comm_counter import CommCounter
-from meshwright.distributed.mesh import build_mesh, whole_tensor
+from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
 from meshwright.distributed.pipeline.stage_parts import StageParts, make_parts
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import ConfigError, PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.pipeline_by_hand import Pipeline

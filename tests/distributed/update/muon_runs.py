@@ -12,7 +12,8 @@ from torch.optim import _muon
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.comm_counter import CommCounter
-from meshwright.distributed.mesh import ParallelMesh, build_mesh, whole_tensor
+from meshwright.distributed.mesh import ParallelMesh, build_mesh
+from meshwright.distributed.slices import whole_tensor
 from meshwright.distributed.update.sharded_muon import Muon
 from meshwright.layout import Layout
 from meshwright.plan.update.matrices import Apart, Form

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.audit.causes.findings import Finding, Kind
 from meshwright.audit.timeline import Moment, Sketch, divergences, sketch
 from meshwright.checkpoint import state
-from meshwright.distributed.mesh import whole_tensor
 from meshwright.distributed.pipeline.parameter_copies import local_shard
+from meshwright.distributed.slices import whole_tensor
 from meshwright.train.callbacks.hooks import Callbacks
 from meshwright.train.trainer import Trainer
 

@@ -1,13 +1,47 @@
 """Tensors without memory, and a process group without processes. Imported only where a step is traced."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import debug
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["FakeStore", "FakeTensorMode", "FakeTensors", "forget_meshes"]
+__all__ = ["FakeStore", "FakeTensorMode", "FakeTensors", "Watch", "forget_meshes", "without_propagation"]
+
+
+class Watch(Protocol):
+    """A dispatch mode that looks away where ``paused`` says so."""
+
+    paused: bool
+
+
+@contextmanager
+def without_propagation(*watching: Watch) -> Iterator[None]:
+    """Inside, modes see nothing of what DTensor computes to know the shapes of a result.
+
+    Under fake tensors, torch 2.11 does so for each operator with tensors of the whole shape, whenever it runs.
+    """
+    find = ShardingPropagator.propagate_op_sharding_non_cached
+
+    def unwatched(self: Any, schema: Any) -> Any:
+        before = [mode.paused for mode in watching]
+        for mode in watching:
+            mode.paused = True
+        try:
+            return find(self, schema)
+        finally:
+            for mode, paused in zip(watching, before, strict=True):
+                mode.paused = paused
+
+    ShardingPropagator.propagate_op_sharding_non_cached = unwatched  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator.propagate_op_sharding_non_cached = find  # type: ignore[method-assign]
 
 
 def forget_meshes() -> None:

@@ -142,7 +142,7 @@ def check_gathers_bytes(knob: str) -> None:
     dtypes = getattr(FSDPParam, "init_dtype_attrs", None)
     if dtypes is None or "is_floating_point" not in dtypes.__code__.co_names:
         raise UnsupportedError(
-            "torch.version", f"{knob}: FSDP2 of torch {torch.__version__} shards numbers alone, and no bytes; torch 2.13 can"
+            "torch.version", f"{knob}: FSDP2 of torch {torch.__version__} shards numbers alone, and no bytes; take torch 2.13"
         )
 
 

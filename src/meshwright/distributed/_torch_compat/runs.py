@@ -39,6 +39,7 @@ __all__ = [
     "end_backward",
     "forget_runs",
     "keep_between_runs",
+    "open_reductions",
     "post_backward",
     "reset_iteration",
     "supervise",
@@ -275,6 +276,13 @@ _REDUCTIONS = {
     "group": ("_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
 }
 """Where FSDP2 before torch 2.13 keeps the buffers and events of collectives under way, which the next step would wait for."""
+
+
+def open_reductions(module: nn.Module | FSDPModule) -> list[object]:
+    """What FSDP2 keeps of reductions under way: buffers, and events to wait for."""
+    context = fsdp_state(module)._comm_ctx
+    names = ("reduce_scatter_states", "_last_post_reduce_events", "reduce_scatter_state")  # the last one before torch 2.13
+    return [kept for name in names if (kept := getattr(context, name, None))]
 
 
 def _drop_reductions(module: nn.Module | FSDPModule, state: Any) -> None:

@@ -57,7 +57,8 @@ def cuts_of(tensor: DTensor) -> list[tuple[int, int, int]]:
     """Return what shards a tensor, in the order in which it is sharded: (axis of the mesh, dimension, pieces).
 
     FSDP's strided placements mean that later axes of the mesh shard the same dimension, and do it first. Other strided
-    placements are of packed dimensions (:func:`strided_shard`).
+    placements are of packed dimensions (:func:`strided_shard`), which only axes shard that do it before FSDP. torch 2.11 leaves
+    FSDP's own placement plain beside them, because its ``DTensorSpec.num_shards_map`` counts no strided placement.
     """
     placements = [item if isinstance(item, Shard | _StridedShard) else None for item in tensor.placements]
     first: list[tuple[int, int, int]] = []
@@ -65,8 +66,8 @@ def cuts_of(tensor: DTensor) -> list[tuple[int, int, int]]:
     for axis, placement in enumerate(placements):
         if placement is None:
             continue
-        later = any(other is not None and other.dim == placement.dim for other in placements[axis + 1 :])
-        if isinstance(placement, _StridedShard) and later:
+        later = [other for other in placements[axis + 1 :] if other is not None and other.dim == placement.dim]
+        if later and any(isinstance(other, _StridedShard) for other in (placement, *later)):
             last.append((axis, placement.dim, 1))
         else:
             first.append((axis, placement.dim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1))

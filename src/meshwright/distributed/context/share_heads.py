@@ -6,6 +6,7 @@ The plan says which linear layers open and close a mixer (:mod:`meshwright.plan.
    tokens in the order of the sequence. One all-to-all brings those of all openings.
 2. The mixer's own code runs. It sees a hidden state of the whole sequence, in which nothing is stored: its openings return what
    came, its parameters are slices, and its numbers are those of the rank's heads.
+   A linear layer in it that mixes all features has the columns of the rank's, and what it puts out is summed over the ranks.
 3. What enters its last module is exchanged back for the rank's tokens.
 
 The gradient of a slice is that of the whole parameter, with zeros beside it. The sum over `cp` adds them up.
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.distributed.context.sequence_moves import exchange_for_heads, exchange_for_positions
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.tensor.moves import enter, leave
 from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.given.context.mixer_shares import MixerShare, blocks_of
@@ -159,6 +161,7 @@ class _Mixer:
             forwards |= dict.fromkeys(path[:-1], _first_argument)
         forwards |= {name: _returning(value) for name, value in came.items()}
         forwards |= {name: _returning(own[name]) for name in share.after}
+        forwards |= {name: self._summing(self.mixer.get_submodule(name)) for name, _ in share.summed}
         closing = self.mixer.get_submodule(share.closing).forward
 
         def close(*args: Any, **kwargs: Any) -> Any:
@@ -170,6 +173,16 @@ class _Mixer:
             return closing(*args, **kwargs)
 
         return {**forwards, share.closing: close}
+
+    def _summing(self, linear: nn.Module) -> Forward:
+        """Return a linear layer of the features of all ranks. Forward and backward each add up what the ranks have."""
+
+        def run(own: torch.Tensor) -> torch.Tensor:
+            bias: Any = linear.bias
+            part = nn.functional.linear(own, linear.weight, None if bias is None else bias / self.ranks)  # type: ignore[arg-type]
+            return enter(leave(part, self.group), self.group)
+
+        return run
 
     @contextmanager
     def _of_rank(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from meshwright.device import fork_rng
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
+from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.adapters.adapter_files import (
     NAME,
@@ -246,7 +247,7 @@ def _first(model: nn.Module, name: str, parameter: torch.Tensor, device: torch.d
 def _norms(wrapper: Any) -> torch.Tensor:
     """Return the norm of each row of a frozen matrix."""
     weight = wrapper.base_layer.weight.data
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    weight = whole_tensor(weight) if isinstance(weight, DTensor) else weight
     if isinstance(wrapper.base_layer, Packs) and wrapper.base_layer.packed_weights:  # stored in 4 bits, if not yet, then later
         dtype = wrapper.base_layer.unpacked_dtype
         weight = dequantize(weight if is_packed(weight) else quantize(weight), dtype)

@@ -250,6 +250,8 @@ def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], tracer: Tr
     if device is not None:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=device)
     with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # some draw on the host whether a layer is left out
+        torch.default_generator.manual_seed(0)
         stack.enter_context(hooked(mode.hooks()))
         stack.enter_context(tracer.functions(model, mode.attend))
         stack.enter_context(attributes((module, {"training": True}) for module in mode.names))  # it may drop attention weights

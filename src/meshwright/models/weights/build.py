@@ -131,7 +131,7 @@ def _load_config(config: ModelConfig) -> "PretrainedConfig":
         )
     try:
         return AutoConfig.from_pretrained(config.local or config.path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:  # TypeError: JSON that is no object, for transformers 5.17
         raise ModelError("model.path", f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
 
 

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.device import fork_rng
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.memory.nf4 import is_packed, quantize, unpacked_like
+from meshwright.distributed.slices import slice_like
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.weights.packed import Packs
@@ -178,9 +179,7 @@ def keep_slice(stored: torch.Tensor, whole: torch.Tensor) -> None:
     if is_packed(stored):
         whole = quantize(whole)
     if isinstance(stored, DTensor):
-        # src_data_rank=None: each rank slices its own copy, and nothing is sent
-        whole = distribute_tensor(whole.to(stored.dtype), stored.device_mesh, stored.placements, src_data_rank=None).to_local()
-        stored = stored.to_local()
+        whole, stored = slice_like(stored, whole), stored.to_local()
     stored.copy_(whole)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.prompts import encoded, ends
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.distributed.mesh import whole_tensor
+from meshwright.distributed.slices import whole_tensor
 from meshwright.train.start.run_files import Paths
 
 __all__ = ["continued"]

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.memory.nf4 import dequantize, is_packed
-from meshwright.distributed.mesh import ParallelMesh, whole_tensor
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.slices import whole_tensor
 from meshwright.models._transformers_compat import names_in_files
 from meshwright.models.added_modules import without_added
 from meshwright.plan.given.names import within

@@ -7,6 +7,7 @@ depth of a model does not count: a call takes some milliseconds for each mixer o
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,23 +46,33 @@ class MixerCalls:
         args: its positional arguments in a trace, without values.
         kwargs: so its others.
         lowest: the smallest of the random values, which are up to 1 larger.
+        dtype: of the values. Code that computes some of a product in float32 cannot have the rest in float64.
     """
 
-    def __init__(self, mixer: nn.Module, name: str, hidden: Argument, args: Any, kwargs: Any, lowest: float = 0.1) -> None:
+    def __init__(
+        self,
+        mixer: nn.Module,
+        name: str,
+        hidden: Argument,
+        args: Any,
+        kwargs: Any,
+        lowest: float = 0.1,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         self.mixer, self.name, self.hidden = mixer, name, hidden
-        self.linear = linear_layers(mixer)
-        self._lowest, self._generator = lowest, torch.Generator().manual_seed(0)
+        self.linear: Mapping[str, tuple[int, int]] = linear_layers(mixer)
+        self.dtype, self._lowest, self._generator = dtype, lowest, torch.Generator().manual_seed(0)
         self._args, self._kwargs = self.valued((args, dict(kwargs)))
         self.tokens = value_of(hidden, self._args, self._kwargs, name).shape[1]
-        # Where other code than the layer itself reads its matrix, a call fails, also of a model that has values.
-        self._unread = {
-            name: tensor.detach().to("meta")
-            for name, tensor in mixer.named_parameters()
-            if any(name.startswith(f"{linear}.") for linear in self.linear)
-        }
         self._chunks = {
             own: _FEW for own, value in vars(mixer).items() if "chunk" in own and type(value) is int and value > _FEW
         }
+
+    def without(self, name: str) -> "MixerCalls":
+        """Return the same calls, in which a linear layer runs with a matrix of its own, like what is between them."""
+        other = copy(self)
+        other.linear = {own: sizes for own, sizes in self.linear.items() if own != name}
+        return other
 
     def valued(self, tree: Any) -> Any:
         """Return nested containers with tensors of other values, on the CPU."""
@@ -73,20 +84,27 @@ class MixerCalls:
         return self.random(*tensor.shape)
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Return random numbers of a shape, in float64."""
-        return torch.rand(shape, generator=self._generator, dtype=torch.float64) + self._lowest
+        """Return random numbers of a shape."""
+        return torch.rand(shape, generator=self._generator, dtype=torch.float64).add(self._lowest).to(self.dtype)
 
     def between(self) -> dict[str, torch.Tensor]:
         """Return what the mixer holds beside its linear layers, by name: random numbers for all of floating point."""
         named = [*self.mixer.named_parameters(), *self.mixer.named_buffers()]
-        own = {name: tensor for name, tensor in named if not any(name.startswith(f"{linear}.") for linear in self.linear)}
-        return {name: self._random(tensor) for name, tensor in own.items() if tensor.is_floating_point()}
+        own = {name: tensor for name, tensor in named if not self._is_linear(name)}
+        found = {name: self._random(tensor) for name, tensor in own.items() if tensor.is_floating_point()}
+        for name in linear_layers(self.mixer):
+            if name not in self.linear and f"{name}.weight" in found:  # sums of products of many are about as large as of one
+                found[f"{name}.weight"] /= found[f"{name}.weight"].shape[-1]
+        return found
+
+    def _is_linear(self, name: str) -> bool:
+        return any(f"{name}.".startswith(f"{linear}.") for linear in self.linear)
 
     def numbers(self) -> list[Numbers]:
         """Return the numbers of the mixer, and of the modules in it that are no linear layers."""
         found = []
         for name, module in self.mixer.named_modules():
-            if any(f"{name}.".startswith(f"{linear}.") for linear in self.linear):
+            if self._is_linear(name):
                 continue
             own = {
                 key: value
@@ -121,10 +139,16 @@ class MixerCalls:
             args, kwargs = with_argument(self.hidden, args, kwargs, lambda _: hidden, self.name)
         names = [*self.linear, *([also] if also and also not in self.linear else [])]
         changes = [(self.mixer.get_submodule(name), {"forward": _Stub(linear, name)}) for name in names]
+        # Where other code than the layer itself reads its matrix, a call fails, also of a model that has values.
+        unread = {
+            name: tensor.detach().to("meta", self.dtype)
+            for name, tensor in self.mixer.named_parameters()
+            if self._is_linear(name)
+        }
         with ExitStack() as stack:
             stack.enter_context(attributes(changes))
             stack.enter_context(attributes([(self.mixer, {"training": training, **self._chunks})]))
-            return torch.func.functional_call(self.mixer, {**self._unread, **tensors}, args, kwargs)
+            return torch.func.functional_call(self.mixer, {**unread, **tensors}, args, kwargs)
 
     def given(self) -> torch.Tensor:
         """Return the hidden state of the trace [rows, tokens, features], with values."""

@@ -13,10 +13,11 @@ its share of what it returns for all. Whatever is not understood here fails ther
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.models.reading.context.mixer_calls import MixerCalls, counting
 from meshwright.models.reading.context.mixer_roles import Roles, roles_of, said
@@ -45,16 +46,22 @@ def divide(draws: Sequence[MixerCalls], ranks: int) -> MixerShare:
         draws: the mixer with several draws of values. What is zero for one of them may not be so for another.
         ranks: number of ranks, above 1.
     """
-    calls = draws[0]
-    roles = roles_of(calls)
+    roles = roles_of(draws[0])
     if roles.problem:
-        return MixerShare(calls.name, problem=roles.problem)
+        return MixerShare(draws[0].name, problem=roles.problem)
     problems = []
-    for closing in roles.closings:
+    # A linear layer in between sums over the features of all ranks, or is a parameter like others, of which ranks have parts.
+    inner = [roles.inner[:count] for count in range(len(roles.inner), -1, -1)]
+    for closing, summed in product(roles.closings, inner):
+        own = [_with_matrices(draw, (*roles.read, *roles.inner[len(summed) :])) for draw in draws]
+        calls = own[0]
+        if any(type(calls.mixer.get_submodule(name)) is not nn.Linear for name in summed):
+            problems.append(f"a linear layer with an adapter runs between what mixes tokens ({summed[0]})")
+            continue
         for used in range(1, len(draws) + 1):  # a further draw takes time, and is needed where the first shows too little
-            found = _Division(calls, roles, closing, ranks)
+            found = _Division(calls, roles, closing, ranks, summed)
             try:
-                for draw in draws[:used]:
+                for draw in own[:used]:
                     found.differentiate(draw)
                 found.cut()
                 return found.share(found.numbers())
@@ -65,6 +72,12 @@ def divide(draws: Sequence[MixerCalls], ranks: int) -> MixerShare:
     return MixerShare(calls.name, features=(calls.linear[roles.closings[0]][0],), problem=problems[0])
 
 
+def _with_matrices(calls: MixerCalls, names: Sequence[str]) -> MixerCalls:
+    for name in names:
+        calls = calls.without(name)
+    return calls
+
+
 @dataclass
 class _Division:
     """What is known of how one mixer divides."""
@@ -73,8 +86,10 @@ class _Division:
     roles: Roles
     closing: str
     ranks: int
+    summed: tuple[str, ...] = ()
+    """The linear layers in between that sum over the features of all ranks."""
     features: tuple[int, ...] = ()
-    """Number of features of each tensor that enters the last module."""
+    """Number of features of each tensor that enters the last module, then of those that enter the layers in between."""
     needed: dict[str, torch.Tensor] = field(default_factory=dict)
     """For each opening and each tensor which of its entries a rank needs: bool [ranks, ...]."""
     pieces: dict[str, Pieces] = field(default_factory=dict)
@@ -90,8 +105,12 @@ class _Division:
             after=self.after,
             paths=tuple(paths[name] for name in (*self.pieces, *self.after)),
             closing=self.closing,
-            features=self.features,
-            slices=tuple((name, dim, pieces) for name, (dim, pieces) in self.slices.items()),
+            features=self.features[: len(self.features) - len(self.summed)],
+            summed=tuple((name, self.calls.linear[name][1]) for name in self.summed),
+            slices=(
+                *((name, dim, pieces) for name, (dim, pieces) in self.slices.items()),
+                *((f"{name}.weight", 1, ((self.calls.linear[name][0], 1),)) for name in self.summed),
+            ),
             values=values,
         )
 
@@ -106,19 +125,20 @@ class _Division:
         return [slice(rank * width, (rank + 1) * width) for width in each]
 
     def given(self, calls: MixerCalls) -> Tensors:
-        """Return values for what the openings put out."""
-        rows = calls.given().shape[:-1]
-        return {name: calls.random(*rows, calls.linear[name][1]) for name in self.roles.openings if name not in self.after}
+        """Return values for what the openings put out, and the layers in between that sum."""
+        rows, names = calls.given().shape[:-1], (*self.roles.openings, *self.summed)
+        return {name: calls.random(*rows, calls.linear[name][1]) for name in names if name not in self.after}
 
     def call(
         self, calls: MixerCalls, given: Tensors, tensors: Tensors, tokens: int, *, training: bool, beside: Any = None
     ) -> list[torch.Tensor]:
-        """Return what enters the last module: tensors [rows, tokens, features].
+        """Return what enters the last module, and each layer that sums: tensors [rows, tokens, features].
 
         Nothing but what the openings put out may reach it: the hidden state, and linear layers before them, are not numbers.
         From the last module on there are as many tokens as is said: on a rank these are fewer.
         """
         entered: list[list[torch.Tensor]] = []
+        parts: list[torch.Tensor] = []
         rows = calls.given().shape[0]
 
         def linear(name: str, arguments: list[torch.Tensor]) -> torch.Tensor:
@@ -127,9 +147,10 @@ class _Division:
                 entered.append(arguments)
                 width = width or arguments[0].shape[-1]
             elif name in given:
+                parts.extend(arguments if name in self.summed else ())
                 return given[name]
             elif before and name not in self.after:
-                return torch.full((*arguments[0].shape[:-1], width), float("nan"), dtype=torch.float64)
+                return torch.full((*arguments[0].shape[:-1], width), float("nan"), dtype=calls.dtype)
             return calls.random(rows, tokens, width)
 
         hidden = torch.full_like(calls.given(), float("nan"))
@@ -137,7 +158,7 @@ class _Division:
         output = output[0] if isinstance(output, tuple) else output
         if not isinstance(output, torch.Tensor) or output.shape[:2] != (rows, tokens) or bool(output.isnan().any()):
             raise _UndividedError(f"its output is not made of that of {self.closing} alone")
-        return entered[0]
+        return [*entered[0], *parts]
 
     @property
     def ending(self) -> int:
@@ -172,6 +193,8 @@ class _Division:
 
     def cut(self) -> None:
         """Find how features and tensors are divided."""
+        for name in self.summed:
+            del self.needed[name]  # each rank has all of it
         of_openings = {name: self.needed.pop(name) for name in self.roles.openings}
         self.pieces = {name: _pieces(own, f"the features of {name}") for name, own in of_openings.items() if bool(own.any())}
         if all(copies == self.ranks for pieces in self.pieces.values() for _, copies in pieces):
@@ -213,7 +236,10 @@ class _Division:
     def _fits(self, whole: list[torch.Tensor], given: Tensors, tensors: Tensors) -> bool:
         """Return whether each rank computes its share with the numbers that its code reads now."""
         for rank in range(self.ranks):
-            own = {name: _of_rank(value, -1, self.pieces[name], self.ranks, rank) for name, value in given.items()}
+            own = {
+                name: value if name in self.summed else _of_rank(value, -1, self.pieces[name], self.ranks, rank)
+                for name, value in given.items()
+            }
             parts = {
                 name: _of_rank(value, *self.slices[name], self.ranks, rank) if name in self.slices else value
                 for name, value in tensors.items()

@@ -1,4 +1,8 @@
-"""What the linear layers of a mixer are: those at its entry, whose outputs are mixed along the sequence, and the one after."""
+"""What the linear layers of a mixer are: those at its entry, whose outputs are mixed along the sequence, and the one after.
+
+Mamba-1 has some in between as well: one gives time steps, B and C from what a convolution puts out. The matrix of another one
+is read by the code of the mixer itself.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,12 +25,16 @@ class Roles:
         openings: those whose outputs are mixed along the sequence, in the order in which they run.
         paths: for each of them, see :class:`~meshwright.plan.given.context.mixer_shares.MixerShare`.
         closings: the one after what is mixed; then the modules that run between, the last one first.
+        inner: the linear layers that run between, on what is mixed along the sequence.
+        read: the linear layers that do not run: the mixer's own code reads their matrices.
         problem: why they have no such roles; empty: they have.
     """
 
     openings: tuple[str, ...] = ()
     paths: tuple[tuple[str, ...], ...] = ()
     closings: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
     problem: str = ""
 
 
@@ -52,7 +60,7 @@ class _Recorder:
 
     def __call__(self, name: str, entered: list[torch.Tensor]) -> torch.Tensor:
         (given, *_), (entry, leave) = entered, self.matrices[name]
-        output = (given.double() @ entry).unsqueeze(-1) * leave
+        output = (given.to(entry.dtype) @ entry).unsqueeze(-1) * leave
         self.ran.append(_Ran(name, given, output))
         if name == self.last:
             raise _EnoughError
@@ -65,11 +73,12 @@ def roles_of(calls: MixerCalls) -> Roles:
     other, later = hidden.clone(), hidden.clone()
     other[:, 0] += 1
     later[:, -1] += 1
+    calls, read = _with_read_matrices(calls)
     record, tensors = _Recorder(calls), calls.between()
     try:
         first, second, third = (_ran(calls, record, tensors, own) for own in (hidden, other, later))
     except Exception as error:  # whatever a module does with random values
-        if isinstance(error, RuntimeError) and "meta" in str(error):
+        if _reads_a_matrix(error):
             return Roles(problem="its code reads the matrix of a linear layer itself, or one that is not its own")
         return Roles(problem=f"it cannot be called alone ({said(error)})")
     names = [ran.name for ran in first]
@@ -80,14 +89,40 @@ def roles_of(calls: MixerCalls) -> Roles:
     mixed = [one.name for one, two in zip(first, second, strict=True) if not torch.equal(one.given[:, 1:], two.given[:, 1:])]
     if any(not torch.equal(one.given[:, :-1], three.given[:, :-1]) for one, three in zip(first, third, strict=True)):
         return Roles(problem="a token changes those before it, so padding at the end would")
-    if len(mixed) != 1:
-        between = f"a linear layer runs between what mixes tokens ({mixed[0]})" if mixed else "no linear layer runs after it"
-        return Roles(problem=between)
+    if not mixed:
+        return Roles(problem="no linear layer runs after it")
+    *inner, closing = mixed
     paths = _paths([ran for ran in first if ran.name not in mixed], hidden)
-    roles = Roles(tuple(paths), tuple(paths.values()), (mixed[0], *_between(calls, record, tensors)))
+    closings = (closing, *(_between(calls, record, tensors) if not inner else ()))
+    roles = Roles(tuple(paths), tuple(paths.values()), closings, tuple(inner), read)
     if not all(paths.values()) and not _treats_tokens_alone(calls, record, tensors, roles, first):
         return replace(roles, problem="what runs before a linear layer at its entry needs more than one token")
     return roles
+
+
+def _with_read_matrices(calls: MixerCalls) -> tuple[MixerCalls, tuple[str, ...]]:
+    """Return calls in which linear layers do not stand apart whose matrices the mixer's own code reads, and their names.
+
+    Of those that have not run when a matrix is read, the smallest is taken to be the one: its values are made.
+    """
+    read: list[str] = []
+    for _ in calls.linear:
+        record = _Recorder(calls)
+        try:
+            _ran(calls, record, calls.between(), calls.given())
+        except Exception as error:
+            ran = {one.name for one in record.ran}
+            waiting = sorted((ins * outs, name) for name, (ins, outs) in calls.linear.items() if name not in ran)
+            if _reads_a_matrix(error) and ran and waiting:
+                read.append(waiting[0][1])
+                calls = calls.without(read[-1])
+                continue
+        break
+    return calls, tuple(read)
+
+
+def _reads_a_matrix(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and "meta" in str(error)
 
 
 def _ran(calls: MixerCalls, record: _Recorder, tensors: dict[str, torch.Tensor], hidden: torch.Tensor) -> list[_Ran]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from meshwright.models.reading.context.mixer_calls import MixerCalls
@@ -21,6 +22,7 @@ __all__ = ["trace_mixers"]
 
 _DRAWS = (0.1, -0.5)
 """The smallest value of each draw: all positive, and of both signs."""
+_DTYPES = (torch.float64, torch.float32)
 _PLACE = ("layer_idx", "layer_id", "layer_index")
 """Attributes that say where a module is, and not what it computes with."""
 
@@ -51,7 +53,7 @@ def trace_mixers(
         ranks: number of ranks, above 1.
     """
     names = [name for name, _ in states]
-    tracer, why = traced(model, experts, partial(_CallTracer, names), ("cpu", "meta"))
+    tracer, why = traced(model, experts, partial(_CallTracer, names), (None, "cpu", "meta"))
     if tracer is None:
         return {name: MixerShare(name, problem=f"its forward cannot be traced without values ({why})") for name in names}
     shares: dict[str, MixerShare] = {}
@@ -64,8 +66,13 @@ def trace_mixers(
         kind = _kind(module)
         if kind not in known:
             hidden = hidden_argument(module)
-            draws = [MixerCalls(module, name, hidden, *calls[0], lowest) for lowest in _DRAWS]
-            known[kind] = divide(draws, ranks)
+            for dtype in _DTYPES:
+                draws = [MixerCalls(module, name, hidden, *calls[0], lowest, dtype) for lowest in _DRAWS]
+                share = divide(draws, ranks)
+                if kind not in known or not share.problem:
+                    known[kind] = share
+                if not share.problem:
+                    break
         shares[name] = replace(known[kind], module=name)
     return shares
 

@@ -4,7 +4,8 @@ A state needs all tokens before it, in order. But a mixer computes each of its h
 the whole sequence: what its first linear layers put out for the rank's own tokens is exchanged (all-to-all) for the features of
 these heads for all tokens, in the order of the sequence. Convolution, scan and the norm of groups run as they are written, with
 the rank's slices of their parameters. Before the last linear layer the heads are exchanged back for tokens. A norm over all
-heads is after this exchange. (Megatron-LM splits Mamba so.)
+heads is after this exchange. (Megatron-LM splits Mamba so.) Where a linear layer in between mixes all features, as that of
+Mamba-1 does which gives time steps, B and C, each rank computes what its features put out, and the ranks sum it up.
 
 Parameters stay whole. A slice of one is a view of it, so its gradient is zero beside the slice, and the sum over `cp` that all
 gradients have makes it whole. B and C of a group, or a key head, which the heads of several ranks need, go to each of them.
@@ -80,10 +81,14 @@ def mixer_actions(plan: ShardingPlan) -> Iterator[ShareHeads]:
 
 
 def mixer_counts(plan: ShardingPlan) -> Counter[str]:
-    """Return the collectives of mixers over `cp` in a microbatch on one rank: two in forward, and two in backward."""
+    """Return the collectives of mixers over `cp` in a microbatch on one rank: two in forward, and two in backward.
+
+    With one more in each for a linear layer in between that mixes the features of all ranks.
+    """
     counts: Counter[str] = Counter()
     for row in plan.mixers:
         counts["all_to_all"] += 2 * sum(plan.runs(row.module))
+        counts["all_reduce"] += len(row.summed) * sum(plan.runs(row.module))
     return counts
 
 
@@ -93,6 +98,8 @@ def mixer_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
     for row in plan.mixers:
         item = itemsize(plan.options.param_dtype or next((own.dtype for own in plan.parameters), "float32"))
         sizes["all_to_all"] += sum(plan.runs(row.module)) * tokens * sum(crossing_features(plan, row)) * item
+        summed = plan.layout.size("cp") * sum(width for _, width in row.summed)
+        sizes["all_reduce"] += sum(plan.runs(row.module)) * tokens * summed * item
     return sizes
 
 

@@ -24,6 +24,8 @@ class MixerShare:
         closing: name in the mixer of the module before which heads are brought together: the linear layer at the end, or a norm
             over all heads before it.
         features: number of features of each tensor that enters it, of all ranks. They are divided evenly.
+        summed: (name in the mixer, number of features that leave) of each linear layer in between that mixes the features of
+            all ranks: each rank has the columns of its features, and what these put out is summed over the ranks.
         slices: (name in the mixer, dimension, how it is divided) of each parameter and buffer of which a rank uses a part.
         values: (name in the mixer, value) of each attribute that counts something of which a rank has a part.
         problem: why it cannot be shared; empty: it can.
@@ -36,6 +38,7 @@ class MixerShare:
     paths: tuple[tuple[str, ...], ...] = ()
     closing: str = ""
     features: tuple[int, ...] = ()
+    summed: tuple[tuple[str, int], ...] = ()
     slices: tuple[tuple[str, int, Pieces], ...] = ()
     values: tuple[tuple[str, int], ...] = ()
     problem: str = ""

@@ -19,7 +19,7 @@ class ShareHeads:
         axis: mesh axis.
     """
 
-    SHOWN: ClassVar = "module openings after closing features slices values balance axis"
+    SHOWN: ClassVar = "module openings after closing features summed slices values balance axis"
 
     row: MixerShare
     balance: ContextBalance
