@@ -33,7 +33,7 @@ from meshwright.models.reading.tracing import (
 from meshwright.plan.axes.pipeline.stage_plan import cut_of
 from meshwright.plan.given.cut_points import LayerFacts, LeadingFacts, StageFacts
 from meshwright.plan.given.hidden_argument import hidden_argument
-from meshwright.plan.given.names import holder_of, inside
+from meshwright.plan.given.names import holder_of, inside, within
 from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.plan.given.spec import ExpertsRule
 
@@ -101,6 +101,7 @@ class _StageTracer(Tracer):
         self.problems = Problems()
         self.hidden: torch.Tensor | None = None
         self.running: int | None = None
+        self.in_layers: set[str] = set()
 
     def facts(self) -> StageFacts:
         """Return what was read."""
@@ -124,12 +125,10 @@ class _StageTracer(Tracer):
             Refusal("pp.ends", f"module {name!r} runs before the first layer and returns no tensor") for name in opaque
         ]
         tied = {name for name, sides in self.used.items() if {"first", "last"} <= sides}
-        for name in (facts.name for facts in leading):
-            own = {self.first_names[parameter] for parameter in self.first_names if inside(parameter, name)}
-            if own & tied and (len(own) > 1 or not all(inside(parameter, name) for parameter in own)):
-                self.problems.add(
-                    "pp.ends", f"module {name!r} has a matrix that runs after the last layer too, and other parameters"
-                )
+        ends = [*(facts.name for facts in leading), *trailing]
+        for name in sorted(tied):
+            if not within(holder_of(name), ends):
+                self.problems.add("pp.ends", f"{name!r} runs before the first layer and after the last, and is in no module there")
         both = {facts.name for facts in leading} & set(trailing)
         self.problems += [
             Refusal("pp.ends", f"module {name!r} runs before the first layer and after the last") for name in sorted(both)
@@ -150,7 +149,13 @@ class _StageTracer(Tracer):
             used,
             0 if self.hidden is None else self.hidden.shape[-1],
             tuple(dict.fromkeys(self.problems)),
+            tuple(name for name, after in dict.fromkeys(self.calls) if after and self._plain_and_last(name)),
         )
+
+    def _plain_and_last(self, name: str) -> bool:
+        """Return whether a module without parameters runs after the last layer alone."""
+        plain = not any(inside(parameter, name) for parameter in self.first_names)
+        return plain and (name, False) not in self.calls and name not in self.in_layers
 
     def calls_with_parameters(self) -> Iterator[str]:
         """Yield the names of the outermost modules outside of layers that ran and have parameters."""
@@ -163,6 +168,8 @@ class _StageTracer(Tracer):
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Note how a layer is called, and give it a hidden state that comes from nowhere."""
         if name not in self.expected:
+            if self.running is not None:
+                self.in_layers.add(name)
             return None
         if any(layer.name == name for layer in self.layers):
             self.problems.add("pp.twice", f"layer {name!r} runs twice in a forward")

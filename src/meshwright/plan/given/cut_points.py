@@ -49,6 +49,7 @@ class StageFacts:
         used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both.
         hidden: size of the last dimension of the hidden state.
         problems: why the model cannot be cut.
+        after: modules without parameters that run after the last layer alone.
     """
 
     layers: tuple[LayerFacts, ...] = ()
@@ -58,3 +59,4 @@ class StageFacts:
     used: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hidden: int = 0
     problems: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()

@@ -50,9 +50,11 @@ class Cut:
         end: index after its last layer.
         leading: each module that runs before the first layer: its name, the features of its output, and whether it looks rows
             up. Later stages get zeros instead.
-        held: those of them that stay on the last stage, where another module uses their parameters.
+        held: parameters that modules before the first layer and after the last one share, by their first names. Both ends have
+            them under these names, whatever stands for the module there.
         trailing: modules that run after the last layer. Earlier stages pass their input on.
         features: size of the last dimension of the hidden state.
+        after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
     """
 
     body: str
@@ -63,6 +65,7 @@ class Cut:
     held: tuple[str, ...] = ()
     trailing: tuple[str, ...] = ()
     features: int = 0
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,10 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
         begin,
         end,
         tuple((module.name, module.features, module.lookup) for module in facts.leading),
-        tuple(module.name for module in facts.leading if any(within(name, [module.name]) for name in tied)),
+        tuple(tied),
         facts.trailing,
         facts.hidden,
+        facts.after,
     )
 
 
