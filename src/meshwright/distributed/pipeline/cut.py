@@ -40,14 +40,21 @@ class Crossing:
         self.sent: torch.Tensor | None = None
 
 
-class _Passage(nn.Module):
+class _Named(nn.Module):
+    """Stands for a module that does not run here, with its plain attributes, such as the type of a layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(module).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | bool | None):
+                setattr(self, name, value)
+
+
+class _Passage(_Named):
     """Stands for a layer of another stage. Before the stage's layers it returns what was received; after them, its input."""
 
     def __init__(self, layer: nn.Module, crossing: Crossing, argument: Argument, returned: int, *, before: bool) -> None:
-        super().__init__()
-        for name, value in vars(layer).items():  # such as the type of the layer, which the model's forward reads
-            if not name.startswith("_") and isinstance(value, str | int | float | bool | None):
-                setattr(self, name, value)
+        super().__init__(layer)
         vars(self)["_facts"] = (crossing, argument, returned, before)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +133,8 @@ def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
         if not action.begin <= index < action.end:
             layer, before = model.get_submodule(name), index < action.begin
             _replace(model, name, _Passage(layer, crossing, (position, argument), returned, before=before))
+    for name in action.idle if not first else ():
+        _replace(model, name, _Named(model.get_submodule(name)))
     held = action.held if first or last else ()
     for name, features, lookup in action.leading if not first else ():
         _replace(model, name, _with_held(model, name, _Empty(crossing, features, lookup), held))
@@ -144,7 +153,7 @@ def runs(model: nn.Module, name: str) -> bool:
     cut: Cut | None = vars(model).get(_CUT)
     if cut is None:
         return True
-    if isinstance(model.get_submodule(name), _Passage | _Empty | _Same):
+    if isinstance(model.get_submodule(name), _Named | _Empty | _Same):
         return False
     if cut.end < len(cut.order) and (within(name, cut.after) or _is_plain_norm(model.get_submodule(name))):
         return False  # what follows the layers runs on this stage too, and what it returns is not used

@@ -6,7 +6,7 @@ layers. A layer that reads anything of another layer besides its hidden state ca
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -54,10 +54,10 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
-    if model.config.get_text_config() is not model.config:
-        why = "it has parts beside its language model, whose stages would not run what is around it"
-        return StageFacts(problems=(Refusal("pp.towers", why),))
     found, why = traced(model, experts, partial(_StageTracer, model, layers))
+    if found is not None and len(found.layers) < len(layers):  # those of an image tower, or that read images, do not run
+        running = list(dict.fromkeys(layer.name for layer in found.layers))
+        found, why = traced(model, experts, partial(_StageTracer, model, running))
     if found is None:
         return StageFacts(problems=(Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     facts = found.facts()
@@ -102,13 +102,12 @@ class _StageTracer(Tracer):
         self.hidden: torch.Tensor | None = None
         self.running: int | None = None
         self.in_layers: set[str] = set()
+        self.ran: set[str] = set()
+        self.takes_tokens: set[str] = set()
 
     def facts(self) -> StageFacts:
         """Return what was read."""
-        missing = self.expected - {layer.name for layer in self.layers}
-        if missing:
-            self.problems.add("pp.unused", f"its layers {', '.join(sorted(missing)[:3])} do not run")
-        body = _around(self.model, [layer.name for layer in self.layers])
+        body = _around([layer.name for layer in self.layers], self.takes_tokens)
         for name, sides in self.used.items():
             owner = holder_of(name)
             if owner in ("", body) or inside(body, owner):
@@ -128,18 +127,19 @@ class _StageTracer(Tracer):
         ends = [*(facts.name for facts in leading), *trailing]
         for name in sorted(tied):
             if not within(holder_of(name), ends):
-                self.problems.add("pp.ends", f"{name!r} runs before the first layer and after the last, and is in no module there")
+                self.problems.add(
+                    "pp.ends", f"{name!r} runs before the first layer and after the last, and is in no module there"
+                )
         both = {facts.name for facts in leading} & set(trailing)
         self.problems += [
             Refusal("pp.ends", f"module {name!r} runs before the first layer and after the last") for name in sorted(both)
         ]
-        idle = sorted(
-            name
-            for name in set(self.first_names.values())
-            if name not in self.used and not any(inside(name, layer) for layer in self.expected)
-        )
-        if idle:
-            self.problems.add("pp.unused", f"parameter {idle[0]!r} is used by no stage ({len(idle)} such parameters)")
+        firsts = sorted(set(self.first_names.values()))
+        unused = [name for name in firsts if name not in self.used and not within(name, self.expected)]
+        idle = self._idle(unused)
+        if left := [name for name in unused if not within(name, idle)]:
+            self.problems.add("pp.unused", f"parameter {left[0]!r} is used by no stage ({len(left)} such parameters)")
+        self.used |= {name: {"first"} for name in unused}
         used = {name: tuple(side for side in ("first", "last") if side in sides) for name, sides in self.used.items()}
         return StageFacts(
             tuple(self.layers),
@@ -150,7 +150,17 @@ class _StageTracer(Tracer):
             0 if self.hidden is None else self.hidden.shape[-1],
             tuple(dict.fromkeys(self.problems)),
             tuple(name for name, after in dict.fromkeys(self.calls) if after and self._plain_and_last(name)),
+            idle,
         )
+
+    def _idle(self, unused: Collection[str]) -> tuple[str, ...]:
+        """Return the outermost modules that do not run and have parameters, all of which nobody uses."""
+        found: list[str] = []
+        for name, module in self.model.named_modules():
+            own = {self.first_names[f"{name}.{parameter}"] for parameter, _ in module.named_parameters()} if name else set()
+            if own and name not in self.ran and own <= {*unused} and not within(name, found):
+                found.append(name)
+        return tuple(found)
 
     def _plain_and_last(self, name: str) -> bool:
         """Return whether a module without parameters runs after the last layer alone."""
@@ -167,6 +177,11 @@ class _StageTracer(Tracer):
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Note how a layer is called, and give it a hidden state that comes from nowhere."""
+        self.ran.add(name)
+        if "input_ids" in (given := signature(module.forward).parameters):
+            place = [*given].index("input_ids")
+            if kwargs.get("input_ids", args[place] if place < len(args) else None) is not None:
+                self.takes_tokens.add(name)
         if name not in self.expected:
             if self.running is not None:
                 self.in_layers.add(name)
@@ -260,11 +275,11 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _around(model: nn.Module, layers: Sequence[str]) -> str:
-    """Return the innermost module around some modules that is called with tokens."""
+def _around(layers: Sequence[str], takes_tokens: Collection[str]) -> str:
+    """Return the innermost module around some layers among those that are called with tokens; the root if there is none."""
     parts = [holder_of(name).split(".") for name in layers]
     shared = list(takewhile(lambda items: len(set(items)) == 1, zip(*parts, strict=False)))
     name = ".".join(items[0] for items in shared)
-    while name and "input_ids" not in signature(model.get_submodule(name).forward).parameters:
+    while name and name not in takes_tokens:
         name = holder_of(name)
     return name

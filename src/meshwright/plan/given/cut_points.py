@@ -41,15 +41,17 @@ class StageFacts:
     """Where a model can be cut into stages.
 
     Attributes:
-        layers: its layers, in the order in which they run.
+        layers: its layers, in the order in which they run, without those that do not.
         leading: modules with parameters that run before the first layer; the first stage has them.
         trailing: modules with parameters that run after the last layer; the last stage has them.
         body: the innermost module around all layers that is called with tokens. Stages but the last call it, not the
             model around it.
-        used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both.
+        used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both. What no side
+            uses is with the first.
         hidden: size of the last dimension of the hidden state.
         problems: why the model cannot be cut.
         after: modules without parameters that run after the last layer alone.
+        idle: the outermost modules with parameters that do not run, such as an image tower in training on text.
     """
 
     layers: tuple[LayerFacts, ...] = ()
@@ -60,3 +62,4 @@ class StageFacts:
     hidden: int = 0
     problems: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()

@@ -55,6 +55,7 @@ class Cut:
         trailing: modules that run after the last layer. Earlier stages pass their input on.
         features: size of the last dimension of the hidden state.
         after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
+        idle: modules that do not run, such as an image tower in training on text. The first stage has them.
     """
 
     body: str
@@ -66,6 +67,7 @@ class Cut:
     trailing: tuple[str, ...] = ()
     features: int = 0
     after: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

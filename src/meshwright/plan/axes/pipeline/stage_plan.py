@@ -48,6 +48,7 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
         facts.trailing,
         facts.hidden,
         facts.after,
+        facts.idle,
     )
 
 
@@ -220,7 +221,7 @@ def elsewhere(plan: ShardingPlan, stages: Collection[int]) -> tuple[str, ...]:
         return ()
     last = len(plan.stages) - 1
     names = [layer for row in plan.stages if row.index not in stages for layer in row.layers]
-    names += [name for name, *_ in cut.leading if 0 not in stages]
+    names += [name for name in (*(module for module, *_ in cut.leading), *cut.idle) if 0 not in stages]
     return (*names, *(cut.trailing if last not in stages else ()))
 
 
@@ -238,7 +239,8 @@ def stages_with(plan: ShardingPlan, name: str) -> tuple[int, ...]:
             return parameter.stages
     cut = next(action for action in plan.program if isinstance(action, Cut))
     last = len(plan.stages) - 1
-    leading, trailing = within(name, [module for module, *_ in cut.leading]), within(name, cut.trailing)
+    leading = within(name, [*(module for module, *_ in cut.leading), *cut.idle])
+    trailing = within(name, cut.trailing)
     inside = [row.index for row in plan.stages if within(name, row.layers)]
     return tuple(dict.fromkeys([*([0] if leading else []), *inside, *([last] if trailing else [])]))
 
