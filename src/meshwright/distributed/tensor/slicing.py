@@ -88,7 +88,7 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
         return lambda args, kwargs: (args, kwargs)
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
         Move.SPLIT_FEATURES: lambda x: moves.split(x, -1, group),
-        Move.GATHER_SEQUENCE: lambda x: moves.to_parts(x, SEQUENCE, group),
+        Move.GATHER_SEQUENCE: lambda x: moves.to_parts(x, _sequence(x), group),
         Move.GATHER_SEQUENCE_WHOLE: lambda x: _whole_sequence(x, group),
         Move.SPLIT_SEQUENCE: lambda x: moves.split(_divisible(x, group), SEQUENCE, group),
     }
@@ -98,7 +98,15 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
 
 
 def _whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return moves.gather(part, SEQUENCE, part.shape[SEQUENCE] * dist.get_world_size(group), group)
+    dim = _sequence(part)
+    return moves.gather(part, dim, part.shape[dim] * dist.get_world_size(group), group)
+
+
+def _sequence(hidden: torch.Tensor) -> int:
+    """Return the dimension of the sequence. Where each token is computed alone, the rows of a batch may be one: [tokens, features].
+    Their slices are joined in the order of the ranks, and cut so again.
+    """
+    return SEQUENCE if hidden.ndim > 2 else 0
 
 
 def _divisible(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -124,8 +132,8 @@ def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
         Move.VOCABULARY: lambda y: _sharded_vocabulary(y, action.features, mesh),
         Move.GATHER_SEQUENCE_WHOLE: lambda y: _whole_sequence(y, group),
         Move.COUNT_ONCE: lambda y: moves.count_once(y, group),
-        Move.SCATTER_SEQUENCE: lambda y: moves.to_slices(y, SEQUENCE, group),
-        Move.SPLIT_SEQUENCE: lambda y: moves.split(y, SEQUENCE, group),
+        Move.SCATTER_SEQUENCE: lambda y: moves.to_slices(y, _sequence(y), group),
+        Move.SPLIT_SEQUENCE: lambda y: moves.split(y, _sequence(y), group),
     }
     moved = move[action.row.exit]
     if action.row.exit is Move.COUNT_ONCE:

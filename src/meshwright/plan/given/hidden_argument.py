@@ -88,8 +88,12 @@ def value_of(argument: Argument, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def with_argument(
     argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any], module: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with one of them changed. For the parameters and errors see :func:`place_of`."""
-    place = place_of(argument, args, kwargs, module)
-    if isinstance(place, str):
-        return args, {**kwargs, place: change(kwargs[place])}
-    return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    """Return the arguments of a call with one of them changed, and with it those that are the same tensor, as where an attention
+    is given its input as queries, keys and values. For the parameters and errors see :func:`place_of`.
+    """
+    value = value_of(argument, args, kwargs, module)
+    changed = change(value)
+    return (
+        tuple(changed if item is value else item for item in args),
+        {name: changed if item is value else item for name, item in kwargs.items()},
+    )

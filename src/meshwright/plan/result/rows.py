@@ -171,8 +171,9 @@ class TensorParallelRow:
     Attributes:
         module: name of the module.
         style: a style of transformers, or one that the resolver derives (:data:`~meshwright.plan.axes.tensor.styles.DERIVED`),
-            or one of four that have no slices of their own: ``region``, ``adapted`` (around a matrix and its adapter),
-            ``stack`` (the first layer, and layers with parameters of their own) and ``sequence_parallel``.
+            or one that has no slices of its own: ``region``, ``adapted`` (around a matrix and its adapter), ``stack`` (the
+            first layer, and layers with parameters of their own), ``sequence_parallel``; ``span`` and ``whole_span`` (where the
+            whole sequence is needed from one module to another), with ``on_parts`` and ``on_whole`` for what is in them.
         entry: move of its input.
         exit: move of its output.
         sums: its own parameters that every rank stores whole and uses in part, so that their gradients are summed over ``tp``.

@@ -15,18 +15,20 @@ the sequence, so that norms and residuals are computed, and their activations st
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.errors import Problems, Refusal, coded
 from meshwright.plan.axes.tensor.assignment import Assignment
 from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.axes.tensor.spans_of_layers import kind_of_span, misfits, rows_of_span
 from meshwright.plan.axes.tensor.style_checks import slices_nobody_computes, style_problems
 from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, HEAD, PARTIAL, SECOND, STYLES
 from meshwright.plan.axes.tensor.with_adapters import adapted_rows, small_of_experts, styles_of_experts
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.names import holder_of, inside, match_names, within
 from meshwright.plan.given.spec import Structure
+from meshwright.plan.given.traces import RegionFacts, Span
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
 __all__ = ["SlicedModel", "module_rows"]
@@ -43,13 +45,13 @@ class SlicedModel:
         draft: the draft of the plan.
         structure: the inside of its layers, as the spec declares it or a trace shows it.
         styles: the styles by name.
-        with_residual: where regions come from a trace, those that cannot be split over features; otherwise ``None``.
+        traced: where regions come from a trace, what it found; otherwise ``None``.
     """
 
     draft: Draft
     structure: Structure
     styles: Assignment
-    with_residual: tuple[str, ...] | None = None
+    traced: RegionFacts | None = None
 
     @property
     def tp(self) -> int:
@@ -65,6 +67,17 @@ class SlicedModel:
     def layers(self) -> list[str]:
         """Names of the layers."""
         return self.draft.matched(self.draft.spec.layers)
+
+    @cached_property
+    def stream(self) -> list[str]:
+        """Names of the layers that run, in this order: the sequence is sliced from the first to the last."""
+        return [*self.traced.layers] if self.traced else self.layers
+
+    @cached_property
+    def spans(self) -> dict[Span, str]:
+        """The kind of each span."""
+        found = self.traced.spans if self.traced and self.sequence else ()
+        return {span: kind_of_span(span, self.styles.modules) for span in found}
 
     @cached_property
     def regions(self) -> dict[str, str]:
@@ -87,7 +100,10 @@ class SlicedModel:
         return tuple(self.draft.model.modules[name].parameters)
 
     def region_around(self, name: str) -> str:
-        """Return the kind of the region that a module is inside of; empty: of none."""
+        """Return the kind of the region that a module is inside of, or of the span whose matrix it is; empty: of none."""
+        for span, kind in self.spans.items():
+            if name == span.exit or within(name, span.entries):
+                return kind
         return next((kind for region, kind in self.regions.items() if inside(name, region)), "")
 
     def heads_of(self, region: str) -> tuple[int, ...]:
@@ -103,7 +119,7 @@ class SlicedModel:
         inner = self.draft.model.inside(region)
         styled = {name: self.styles.modules[name] for name in inner if name in self.styles.modules}
         styles = set(styled.values())
-        if self.with_residual is not None and (region in self.with_residual or "moe_tp_experts" in styles):
+        if self.traced is not None and (region in self.traced.with_residual or "moe_tp_experts" in styles):
             return "whole"  # a trace does not show that all that is beside the experts is a partial sum too
         if "moe_tp_experts" in styles:
             return "partial"
@@ -141,7 +157,7 @@ def module_rows(model: SlicedModel, *, traced: bool) -> tuple[Rows, dict[str, st
             parameter_styles |= adapter_styles
             problems += found
     if model.sequence:
-        sequence_rows, found = _sequence_rows(model)
+        sequence_rows, found = _sequence_rows(model, rows)
         rows |= sequence_rows
         problems += found
     for name, style in styles.modules.items():
@@ -159,12 +175,13 @@ def _sequence_problems(model: SlicedModel) -> Iterable[Refusal]:
     family, structure = model.draft.spec.family, model.structure
     if structure.no_sequence_parallel:
         why = coded(structure.no_sequence_parallel, "sp.module")
-    elif not structure.regions or not model.draft.matched(structure.tokenwise):
+    elif not model.traced and (not structure.regions or not model.draft.matched(structure.tokenwise)):
         text = f"the spec of {family} does not say which modules need the whole sequence (ParallelSpec.structure)"
         why = Refusal("sp.structure", text)
-    elif len({holder_of(name) for name in model.layers}) != 1:
+    elif len({holder_of(name) for name in model.stream}) != 1:
         why = Refusal("sp.stacks", f"{family} has more than one stack of layers")
     else:
+        yield from misfits(model.spans, model.styles.modules)
         return
     yield why.within("sequence_parallel=True: ", "; the legal value is False")
 
@@ -207,6 +224,9 @@ def _region_rows(model: SlicedModel) -> tuple[Rows, Problems]:
                 problems += _problems_beside_experts(model, name)
                 if sums := model.own(name):  # a router, where each rank has a partial sum of its gradient
                     rows[name] = TensorParallelRow(name, "router", exit=Move.COUNT_ONCE, sums=sums)
+    for span, kind in model.spans.items():
+        heads = model.heads_of(span.entries[0]) if kind == "split" else ()
+        rows |= {row.module: row for row in rows_of_span(span, kind, styles, model.stream, heads)}
     for name, style in styles.items():
         holder = holder_of(name)
         if style == "grouped_colwise" and not model.region_around(name) and (heads := model.heads_of(holder)):
@@ -237,6 +257,8 @@ def _style_rows(model: SlicedModel, name: str, style: str) -> tuple[list[TensorP
         entry = Move.NONE if entry is Move.ENTER else entry
         if exit_ is Move.LEAVE:
             exit_ = Move.NONE if region == "partial" else Move.SCATTER_SEQUENCE if model.sequence else Move.LEAVE
+    if region == "split" and any(name in span.entries for span in model.spans):
+        entry = Move.GATHER_SEQUENCE
     if name == model.structure.head and style in HEAD:
         exit_ = Move.VOCABULARY if model.shards_logits else Move.GATHER_FEATURES
     parts, problems = _parts(model, name, style)
@@ -290,18 +312,34 @@ def _shared_keys(model: SlicedModel, name: str) -> int:
 # -- rows of sequence parallel -----------------------------------------------------------------------------------------------
 
 
-def _sequence_rows(model: SlicedModel) -> tuple[Rows, Problems]:
-    """Return the rows of the modules outside of regions, which process slices of the sequence."""
+def _sequence_rows(model: SlicedModel, known: Rows) -> tuple[Rows, Problems]:
+    """Return the rows of the modules outside of regions, which process slices of the sequence.
+
+    Args:
+        model: the model.
+        known: the rows of the other modules. One of these may have a parameter that is used on slices.
+    """
     problems, facts = Problems(), model.draft.model
-    rows = {layer: TensorParallelRow(layer, "stack", sums=own) for layer in model.layers if (own := model.own(layer))}
-    first = model.layers[0]
-    rows[first] = TensorParallelRow(first, "stack", Move.SPLIT_SEQUENCE, sums=model.own(first))
-    on_stream = [name for layer in model.layers for name in facts.inside(layer) if not within(name, model.regions)]
+    on_slices = {*model.traced.on_slices} if model.spans and model.traced else None
+
+    def sums(name: str) -> tuple[str, ...]:
+        return tuple(own for own in model.own(name) if on_slices is None or f"{name}.{own}" in on_slices)
+
+    rows = {layer: TensorParallelRow(layer, "stack", sums=own) for layer in model.stream if (own := sums(layer))}
+    first, final = model.stream[0], model.stream[-1]
+    rows[first] = TensorParallelRow(first, "stack", Move.SPLIT_SEQUENCE, sums=sums(first))
+    on_stream = [name for layer in model.stream for name in facts.inside(layer) if not within(name, model.regions)]
     after = model.draft.matched(model.structure.tokenwise)
+    if not after:
+        last_row = rows.get(final, TensorParallelRow(final, "stack"))
+        rows[final] = replace(last_row, exit=Move.GATHER_SEQUENCE_WHOLE)
     for name in [*on_stream, *after]:
         # After the last norm the hidden state is whole again, for the head and for everything else that uses it.
-        last, own = name == after[-1], model.own(name)
+        last, own = name in after[-1:], model.own(name) if name in after else sums(name)
         if not own and not last:
+            continue
+        if name in known and name not in model.styles.modules:  # it begins a region, and hands out a bias that is added later
+            rows[name] = replace(known[name], sums=(*known[name].sums, *own))
             continue
         if (style := model.styles.modules.get(name, "sequence_parallel")) != "sequence_parallel":
             problems.add(
