@@ -32,7 +32,7 @@ from meshwright.models.reading.tracing import (
 )
 from meshwright.plan.axes.pipeline.stage_plan import cut_of
 from meshwright.plan.given.cut_points import LayerFacts, LeadingFacts, StageFacts
-from meshwright.plan.given.hidden_argument import hidden_argument
+from meshwright.plan.given.hidden_argument import first_of, hidden_argument, with_first
 from meshwright.plan.given.names import holder_of, inside, within
 from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.plan.given.spec import ExpertsRule
@@ -219,14 +219,14 @@ class _StageTracer(Tracer):
     def _leave_layer(self, name: str, output: Any) -> Any:
         index, self.running = self.running, None
         assert index is not None
-        several = isinstance(output, tuple)
-        value = output[0] if several and output else output
+        several = isinstance(output, tuple | list)
+        value = first_of(output)
         if not isinstance(value, torch.Tensor):
             self.problems.add("pp.hidden_state", f"layer {name!r} returns {type(output).__name__}, and no hidden state first")
             return None
         self.layers[index] = LayerFacts(name, self.layers[index].argument, len(output) if several else 0)
         self.hidden = _fresh(value)
-        return (self.hidden, *output[1:]) if several else self.hidden
+        return with_first(output, self.hidden)
 
     # -- operators ---------------------------------------------------------------------------------------------------------
 

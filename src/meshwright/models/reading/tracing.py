@@ -11,6 +11,8 @@ with, and a plan asks few of them.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -263,8 +265,16 @@ def first_that_runs(attempt: Callable[[Any], Any], devices: Sequence[str | None]
         try:
             return attempt(device), ""
         except Exception as error:  # whatever a model does with tensors that have no values
-            reasons.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}")
-    return None, reasons[0]
+            reasons.append(f"{type(error).__name__}{_place(error)}: {str(error).strip().partition(chr(10))[0][:200]}")
+    # That a mask is on another device than the model is no reason of the model's own.
+    return None, next((reason for reason in reasons if "on device" not in reason), reasons[0])
+
+
+def _place(error: BaseException) -> str:
+    """Return file and line of the model's code where an error was raised; empty: it was raised elsewhere."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [f"{Path(file).name}:{line}" for file, line in frames if not {"torch", "meshwright"} & {*Path(file).parts}]
+    return f" at {own[-1]}" if own else ""
 
 
 @contextmanager

@@ -10,7 +10,17 @@ from torch import nn
 
 from meshwright.errors import PlanError
 
-__all__ = ["HIDDEN", "Argument", "forward_of", "hidden_argument", "place_of", "value_of", "with_argument"]
+__all__ = [
+    "HIDDEN",
+    "Argument",
+    "first_of",
+    "forward_of",
+    "hidden_argument",
+    "place_of",
+    "value_of",
+    "with_argument",
+    "with_first",
+]
 
 HIDDEN = "hidden_states"
 """Name that the models of transformers give to the hidden state among the arguments of a module."""
@@ -83,6 +93,18 @@ def value_of(argument: Argument, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """Return an argument of a call. For the parameters and errors see :func:`place_of`."""
     place = place_of(argument, args, kwargs, module)
     return kwargs[place] if isinstance(place, str) else args[place]
+
+
+def first_of(output: Any) -> Any:
+    """Return the hidden state that a module returns: its output, or the first item of a tuple or list."""
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def with_first(output: Any, hidden: Any) -> Any:
+    """Return what a module returns with another hidden state."""
+    if isinstance(output, list) and output:
+        return [hidden, *output[1:]]
+    return (hidden, *output[1:]) if isinstance(output, tuple) and output else hidden
 
 
 def with_argument(

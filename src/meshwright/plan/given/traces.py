@@ -36,12 +36,14 @@ class Span:
         exit: the second matrix of the pair, whose output becomes a slice again.
         parameters: names of the parameters that are used in it.
         inner: the modules that run in it, and get something of the whole sequence.
+        flat: whether the rows of a batch are one dimension in it, [rows x positions, features].
     """
 
     entries: tuple[str, ...]
     exit: str
     parameters: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class RegionFacts:
         layers: the layers that run, in this order.
         spans: what gets the whole sequence and is no module of its own.
         on_slices: where there are spans, the parameters in layers that are used on slices.
+        flat: the regions that return the rows of a batch as one dimension, [rows x positions, features].
     """
 
     regions: tuple[str, ...] = ()
@@ -69,6 +72,7 @@ class RegionFacts:
     layers: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
     on_slices: tuple[str, ...] = ()
+    flat: tuple[str, ...] = ()
 
 
 class Traces:

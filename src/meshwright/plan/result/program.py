@@ -131,7 +131,7 @@ class Compute(_OnModule[TensorParallelRow]):
         axis: mesh axis.
     """
 
-    SHOWN: ClassVar = "module kernel entry exit argument sums parts features bias padding axis"
+    SHOWN: ClassVar = "module kernel entry exit argument sums parts features bias padding axis flat"
 
     row: TensorParallelRow
     kernel: Kernel = Kernel.OWN

@@ -67,8 +67,6 @@ def trace_regions(
                 break
             problem = facts.problem if facts else Refusal("sp.stream", f"its stream cannot be sliced ({why})")
             refused = refused or RegionFacts(problem=problem)
-            if found is None:
-                break  # before the last layer, most likely
     none = f"layer {running[0]!r} has no attention and MLP that are modules of their own, and no pair of matrices"
     return shown or refused or RegionFacts(problem=Refusal("sp.regions", none))
 

@@ -23,7 +23,7 @@ from meshwright.plan.given.traces import RegionFacts, Span
 
 __all__ = ["SpanTracer", "Way", "is_apart", "ways"]
 
-MOST = 24
+MOST = 16
 """Ways that are tried at most: the first is right for most models."""
 
 
@@ -132,7 +132,7 @@ class SpanTracer(StreamTracer):
         for name, _ in model.named_parameters():
             self.named[inputs.tensors[name]] = frozenset([name])
         self.tokens = TokenDimension(self.whole)
-        self.flat: set[int] = set()
+        self.flat_spans: set[int] = set()
         self.on_slices: dict[str, None] = {}
         self.in_spans: list[dict[str, None]] = [{} for _ in self.spans]
         self.inner: list[dict[str, None]] = [{} for _ in self.spans]
@@ -148,7 +148,7 @@ class SpanTracer(StreamTracer):
                     self.refuse(f"parameter {name!r} is used on slices of the sequence and on all of it")
         found = super().facts()
         spans = tuple(
-            Span(span.entries, span.exit, tuple(self.in_spans[index]), tuple(self.inner[index]))
+            Span(span.entries, span.exit, tuple(self.in_spans[index]), tuple(self.inner[index]), index in self.flat_spans)
             for index, span in enumerate(self.spans)
         )
         sliced = tuple(name for name in self.on_slices if within(name, self.layers))
@@ -164,7 +164,7 @@ class SpanTracer(StreamTracer):
             args, kwargs, moved = self.moved(module, args, kwargs, self.part, self.whole, name)
             self.whole_of[moved] = frozenset([self.begins[name]])
             if moved.ndim == 2:
-                self.flat.add(self.begins[name])
+                self.flat_spans.add(self.begins[name])
             return args, kwargs
         return super().enter(name, module, args, kwargs)
 
@@ -178,7 +178,7 @@ class SpanTracer(StreamTracer):
             index = self.ends[name]
             if self.whole_of.get(output) != frozenset([index]):
                 raise ValueError(f"{name!r} does not get what {', '.join(map(repr, self.spans[index].entries))} made of the sequence")
-            if (output.ndim == 2) != (index in self.flat):
+            if (output.ndim == 2) != (index in self.flat_spans):
                 raise ValueError(f"{name!r} returns the tokens of all rows as one sequence, and does not get them so")
             self.left.add(index)
             return self.resized(output, self.whole, self.part, name)
@@ -223,7 +223,7 @@ class SpanTracer(StreamTracer):
             for name in names:
                 if not within(name, self.layers) and name not in self.frozen:
                     self.refuse(f"parameter {name!r} is used before {self.spans[index].exit!r}, and is in no layer")
-            if index in self.flat and self.tokens.mixed(operator):
+            if index in self.flat_spans and self.tokens.mixed(operator):
                 self.refuse(f"an operator mixes the tokens of all rows before {self.spans[index].exit!r} ({operator.function})")
         if sliced:
             self._use_on_slices(operator, tensors, names)

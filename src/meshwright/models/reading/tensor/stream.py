@@ -9,7 +9,7 @@ from torch import nn
 from meshwright.errors import Problems
 from meshwright.models.reading.token_dimension import TokenDimension
 from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, prime_length, tensors_in
-from meshwright.plan.given.hidden_argument import hidden_argument, value_of, with_argument
+from meshwright.plan.given.hidden_argument import first_of, hidden_argument, value_of, with_argument, with_first
 from meshwright.plan.given.names import within
 from meshwright.plan.given.traces import RegionFacts
 
@@ -44,6 +44,7 @@ class StreamTracer(Tracer):
         super().__init__(inputs)
         self.layers, self.regions, self.joins, self.cut = layers, regions, joins, cut
         self.ended = False
+        self.flat: dict[str, None] = {}
         self.whole = inputs.positions.shape[1]
         self.part = prime_length(model, above=self.whole)  # no rank has so many tokens, but it is another prime
         self.slices = TokenDimension(self.part)
@@ -67,7 +68,7 @@ class StreamTracer(Tracer):
             self.refuse("no norm after its layers gives the whole sequence to the head")
         problem = self.problems[0] if self.problems else ""
         return RegionFacts(
-            tuple(self.regions), tuple(self.ran), tuple(self.with_residual), problem, layers=tuple(self.layers)
+            tuple(self.regions), tuple(self.ran), tuple(self.with_residual), problem, layers=tuple(self.layers), flat=tuple(self.flat)
         )
 
     def refuse(self, why: str) -> None:
@@ -117,19 +118,20 @@ class StreamTracer(Tracer):
         return *with_argument(argument, args, kwargs, lambda _: moved, name), moved
 
     def _joined(self, name: str, output: Any) -> Any:
-        hidden = output[0] if isinstance(output, tuple) else output
-        joined = self.resized(hidden, self.part, self.whole, name)
-        return (joined, *output[1:]) if isinstance(output, tuple) else joined
+        hidden = first_of(output)
+        return with_first(output, self.resized(hidden, self.part, self.whole, name))
 
     def _sliced(self, name: str, output: Any) -> Any:
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = first_of(output)
         if self._parameters.among(tensors_in(output)):
             self.refuse(f"{name!r} returns a parameter, whose gradient would be that of a slice")
         if hidden in self._inputs:
             self.with_residual[name] = None
         self.region = ""
-        moved = self.resized(hidden, self.whole, self.part, name)
-        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+        if hidden.ndim == 2 and hidden.shape[0] == self.whole:  # it got rows, and returns them as one dimension
+            self.flat[name] = None
+            return with_first(output, self.resized(hidden[None], self.whole, self.part, name)[0])
+        return with_first(output, self.resized(hidden, self.whole, self.part, name))
 
     def _normed(self, name: str, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or output.ndim < 2:

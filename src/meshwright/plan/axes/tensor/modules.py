@@ -119,7 +119,7 @@ class SlicedModel:
         inner = self.draft.model.inside(region)
         styled = {name: self.styles.modules[name] for name in inner if name in self.styles.modules}
         styles = set(styled.values())
-        if self.traced is not None and (region in self.traced.with_residual or "moe_tp_experts" in styles):
+        if self.traced is not None and (region in (*self.traced.with_residual, *self.traced.flat) or "moe_tp_experts" in styles):
             return "whole"  # a trace does not show that all that is beside the experts is a partial sum too
         if "moe_tp_experts" in styles:
             return "partial"
@@ -218,7 +218,8 @@ def _region_rows(model: SlicedModel) -> tuple[Rows, Problems]:
             continue
         entry, exit_ = _REGION_MOVES[kind, model.sequence]
         sums = model.own(region) if kind == "partial" else ()
-        rows[region] = TensorParallelRow(region, "region", entry, exit_, sums, model.heads_of(region))
+        flat = model.traced is not None and region in model.traced.flat
+        rows[region] = TensorParallelRow(region, "region", entry, exit_, sums, model.heads_of(region), flat=flat)
         for name in model.draft.model.inside(region) if kind == "partial" else ():
             if styles.get(name, "replicate") == "replicate" and not model.draft.model.in_adapter(name):
                 problems += _problems_beside_experts(model, name)
@@ -265,7 +266,8 @@ def _style_rows(model: SlicedModel, name: str, style: str) -> tuple[list[TensorP
     if name in facts.adapters:
         rows, adapter_styles, found = adapted_rows(facts, model.tp, name, style, entry, exit_, parts)
         return rows, adapter_styles, Problems([*problems, *found])
-    return [TensorParallelRow(name, style, entry, exit_, _sums(model, name, style, exit_), parts)], {}, problems
+    flat = any(span.flat and name in (*span.entries, span.exit) for span in model.spans)
+    return [TensorParallelRow(name, style, entry, exit_, _sums(model, name, style, exit_), parts, flat=flat)], {}, problems
 
 
 def _sums(model: SlicedModel, name: str, style: str, exit_: Move) -> tuple[str, ...]:

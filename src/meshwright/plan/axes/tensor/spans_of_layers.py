@@ -55,9 +55,9 @@ def rows_of_span(
     style, entry = ("span", Move.GATHER_SEQUENCE) if kind == "split" else ("whole_span", Move.GATHER_SEQUENCE_WHOLE)
     for name in span.entries:
         if kind == "whole" or name not in styled:
-            yield TensorParallelRow(name, "region" if inside(span.exit, name) else style, entry, parts=heads)
+            yield TensorParallelRow(name, "region" if inside(span.exit, name) else style, entry, parts=heads, flat=span.flat)
     if kind == "whole":
-        yield TensorParallelRow(span.exit, style, exit=Move.SPLIT_SEQUENCE)
+        yield TensorParallelRow(span.exit, style, exit=Move.SPLIT_SEQUENCE, flat=span.flat)
     ends = {*span.entries, span.exit}
     for name in span.inner:
         if holder_of(name) in layers and not within(name, ends) and not within(span.exit, [name]):
