@@ -18,9 +18,9 @@ from maintain.tiny import TINY_MODELS
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
 from meshwright.errors import MeshwrightError
 from meshwright.models.specs.registry import spec_of
+from meshwright.plan.axes.pipeline.stage_plan import cut_of
 from meshwright.plan.given.cut_points import StageFacts
-from meshwright.plan.given.names import match_names, within
-from meshwright.plan.result.program import Cut
+from meshwright.plan.given.names import match_names
 
 LENGTH = 40
 """Tokens of a row: more than every window of the models below."""
@@ -85,16 +85,6 @@ def facts_of(model: nn.Module) -> StageFacts:
     return facts
 
 
-def cut_at(facts: StageFacts, begin: int, end: int) -> Cut:
-    tied = [name for name, sides in facts.used.items() if len(sides) > 1]
-    return Cut(
-        facts.body, tuple((layer.name, *layer.argument, layer.returned) for layer in facts.layers), begin, end,
-        tuple((module.name, module.features, module.lookup) for module in facts.leading),
-        tuple(module.name for module in facts.leading if any(within(name, [module.name]) for name in tied)),
-        facts.trailing, facts.hidden,
-    )  # fmt: skip
-
-
 def compare(model: nn.Module, facts: StageFacts, stages: int, packed: bool) -> None:
     """Chain stages by hand: logits, the gradient of every parameter, and which stage holds what."""
     documents = (15, 25) if packed else (LENGTH,)
@@ -107,7 +97,7 @@ def compare(model: nn.Module, facts: StageFacts, stages: int, packed: bool) -> N
     parts, hidden, passed = [], None, []
     for begin, end in pairwise(count * index // stages for index in range(stages + 1)):
         part = copy.deepcopy(model)
-        cut_model(part, cut_at(facts, begin, end))
+        cut_model(part, cut_of(facts, begin, end))
         received = None if hidden is None else hidden.detach().requires_grad_()
         crossing_of(part).received = received
         hidden = part(**inputs)

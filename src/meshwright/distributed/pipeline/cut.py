@@ -41,13 +41,21 @@ class Crossing:
 
 
 class _Named(nn.Module):
-    """Stands for a module that does not run here, with its plain attributes, such as the type of a layer."""
+    """Stands for a module that does not run here, with its plain attributes, such as the type of a layer.
+
+    Modules in it that have buffers are there too, with tensors without values: a model may fill those of all its layers.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         for name, value in vars(module).items():
             if not name.startswith("_") and isinstance(value, str | int | float | bool | None):
                 setattr(self, name, value)
+        for name, buffer in module.named_buffers(recurse=False):
+            vars(self)[name] = torch.empty_like(buffer, device="meta")
+        for name, child in module.named_children():
+            if any(True for _ in child.buffers()):
+                self.add_module(name, _Named(child))
 
 
 class _Passage(_Named):

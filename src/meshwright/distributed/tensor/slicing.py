@@ -117,8 +117,9 @@ def _whole_sequence(part: torch.Tensor, action: Compute, group: dist.ProcessGrou
 
 
 def _sequence(hidden: torch.Tensor, action: Compute) -> int:
-    """Return the dimension of the sequence. Where each token is computed alone, the rows of a batch may be one with the positions.
-    Their slices are joined in the order of the ranks, and cut so again.
+    """Return the dimension of the sequence.
+
+    Where each token is computed alone, rows and positions may be one dimension: slices are joined by rank, and cut so again.
     """
     return 0 if action.row.flat and hidden.ndim == 2 else SEQUENCE
 

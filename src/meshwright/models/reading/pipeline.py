@@ -18,6 +18,7 @@ from torch import nn
 
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
 from meshwright.errors import Problems, Refusal
+from meshwright.models.reading.model_code import place_now
 from meshwright.models.reading.tracing import (
     Attention,
     Inputs,
@@ -75,13 +76,22 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
         positions = meta_positions(prime_length(model), rows=2)  # one row would not show what is added up over rows
         if begin:
             dtype = next(model.parameters()).dtype
-            crossing_of(part).received = torch.empty((*positions.shape, facts.hidden), dtype=dtype, device="meta")
+            crossing_of(part).received = torch.empty((*positions.shape, *facts.streams, facts.hidden), dtype=dtype, device="meta")
         _, why = traced(part, experts, Tracer, positions=positions)
         if not why and all(tensor.is_meta for tensor in shared.values()):
-            _, why = first_that_runs(partial(lambda model, _: model.apply(model._init_weights), part), (None,))
+            _, why = first_that_runs(partial(_initialize, part), (None,))
         if why:
             return (Refusal("pp.halves", f"cut in two, it does not run, or cannot be initialised ({why})"),)
     return ()
+
+
+def _initialize(part: nn.Module, _: object) -> None:
+    """Give each module its initial values, by the rules of the innermost model around it."""
+    owners: dict[str, Any] = {}
+    for name, module in part.named_modules():  # a model before its modules
+        owners[name] = module if hasattr(module, "_init_weights") else owners[holder_of(name)]
+    for name, module in reversed(list(part.named_modules())):
+        owners[name]._init_weights(module)
 
 
 class _StageTracer(Tracer):
@@ -103,6 +113,7 @@ class _StageTracer(Tracer):
         self.running: int | None = None
         self.in_layers: set[str] = set()
         self.ran: set[str] = set()
+        self.reported: set[tuple[str, str]] = set()
         self.takes_tokens: set[str] = set()
 
     def facts(self) -> StageFacts:
@@ -151,6 +162,7 @@ class _StageTracer(Tracer):
             tuple(dict.fromkeys(self.problems)),
             tuple(name for name, after in dict.fromkeys(self.calls) if after and self._plain_and_last(name)),
             idle,
+            () if self.hidden is None else tuple(self.hidden.shape[2:-1]),
         )
 
     def _idle(self, unused: Collection[str]) -> tuple[str, ...]:
@@ -213,7 +225,7 @@ class _StageTracer(Tracer):
         self.calls.append((name, bool(self.layers)))
         given, made = tensors_in((args, kwargs)), tensors_in(output)
         if not self.layers and given and made and made[0].ndim:
-            self.leading[name] = LeadingFacts(name, made[0].shape[-1], made[0].ndim == given[0].ndim + 1)
+            self.leading[name] = LeadingFacts(name, made[0].shape[-1], not given[0].is_floating_point())
         return None
 
     def _leave_layer(self, name: str, output: Any) -> Any:
@@ -267,7 +279,9 @@ class _StageTracer(Tracer):
     def _report(self, origin: int, module: str) -> None:
         reader = f"{module or 'the model'!r}" if self.running is None else f"layer {self.layers[self.running].name!r}"
         source = "what runs before the first layer" if origin == _BEFORE else f"layer {self.layers[origin].name!r}"
-        self.problems.add("pp.reads_more", f"{reader} reads more than its hidden state of {source}")
+        if (reader, source) not in self.reported:
+            self.reported.add((reader, source))
+            self.problems.add("pp.reads_more", f"{reader} reads more than its hidden state of {source}{place_now()}")
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,6 @@ with, and a plan asks few of them.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.reading.model_code import place_of_error
 from meshwright.plan.given.hidden_argument import HIDDEN, value_of
 from meshwright.plan.given.names import match_names
 from meshwright.plan.given.spec import ExpertsRule
@@ -265,16 +264,9 @@ def first_that_runs(attempt: Callable[[Any], Any], devices: Sequence[str | None]
         try:
             return attempt(device), ""
         except Exception as error:  # whatever a model does with tensors that have no values
-            reasons.append(f"{type(error).__name__}{_place(error)}: {str(error).strip().partition(chr(10))[0][:200]}")
+            reasons.append(f"{type(error).__name__}{place_of_error(error)}: {str(error).strip().partition(chr(10))[0][:200]}")
     # That a mask is on another device than the model is no reason of the model's own.
     return None, next((reason for reason in reasons if "on device" not in reason), reasons[0])
-
-
-def _place(error: BaseException) -> str:
-    """Return file and line of the model's code where an error was raised; empty: it was raised elsewhere."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    own = [f"{Path(file).name}:{line}" for file, line in frames if not {"torch", "meshwright"} & {*Path(file).parts}]
-    return f" at {own[-1]}" if own else ""
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class LeadingFacts:
     Attributes:
         name: name of the module in the model.
         features: size of the last dimension of its output.
-        lookup: whether the output has one dimension more than the input, as that of an embedding.
+        lookup: whether it looks rows up for numbers, as an embedding does, so that the output has one dimension more.
     """
 
     name: str
@@ -49,6 +49,7 @@ class StageFacts:
         used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both. What no side
             uses is with the first.
         hidden: size of the last dimension of the hidden state.
+        streams: sizes of its dimensions between positions and features, such as the number of residual streams.
         problems: why the model cannot be cut.
         after: modules without parameters that run after the last layer alone.
         idle: the outermost modules with parameters that do not run, such as an image tower in training on text.
@@ -63,3 +64,4 @@ class StageFacts:
     problems: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
+    streams: tuple[int, ...] = ()

@@ -110,8 +110,8 @@ def with_first(output: Any, hidden: Any) -> Any:
 def with_argument(
     argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any], module: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with one of them changed, and with it those that are the same tensor, as where an attention
-    is given its input as queries, keys and values. For the parameters and errors see :func:`place_of`.
+    """Return the arguments of a call with one of them changed, and with it those that are the same tensor: some attentions are
+    given their input as queries, keys and values. For the parameters and errors see :func:`place_of`.
     """
     value = value_of(argument, args, kwargs, module)
     changed = change(value)

@@ -56,6 +56,7 @@ class Cut:
         features: size of the last dimension of the hidden state.
         after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
         idle: modules that do not run, such as an image tower in training on text. The first stage has them.
+        streams: sizes of what the hidden state has between positions and features, such as the number of residual streams.
     """
 
     body: str
@@ -68,6 +69,7 @@ class Cut:
     features: int = 0
     after: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
+    streams: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

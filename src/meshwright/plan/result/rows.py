@@ -180,8 +180,8 @@ class TensorParallelRow:
         parts: sizes of the matrices in a fused one (``fused_colwise``, ``adapted``), the number of all key/value heads
             (``grouped_colwise``), or the numbers of query heads and key/value heads on a rank (``region``).
         features: number of features that enter, and of those that leave, over all ranks.
-        flat: whether the rows of a batch are one dimension, [rows x positions, features], in what it returns. So they are in what
-            it takes, too, where that has no dimension of rows.
+        flat: whether the rows of a batch are one dimension, [rows x positions, features], in what it returns. So they are in
+            what it takes, too, where that has no dimension of rows.
     """
 
     module: str

@@ -3,8 +3,8 @@
 Where a pair of matrices (:mod:`~meshwright.models.reading.tensor.pairs`) is not all of a module, its *span* goes from the
 modules that take the hidden state for the first matrices to the second matrix. It may begin inside of a module and end inside
 of another, as in BERT, whose residual and norm are in the module of the second matrix; or its matrices may be in the layer
-itself, as in OPT. The forward is called as sequence parallel would call it: the whole sequence enters a span, and a slice leaves
-its second matrix. What else a layer has works on slices, and each of its parameters gets the gradient of a slice.
+itself, as in OPT. The forward is called as sequence parallel would call it: the whole sequence enters a span, and a slice
+leaves its second matrix. What else a layer has works on slices, and each of its parameters gets the gradient of a slice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -142,10 +142,10 @@ class SpanTracer(StreamTracer):
         """Return what was read; a problem if a parameter is used on slices and on whole sequences."""
         for index, span in enumerate(self.spans):
             if index not in self.left:
-                self.refuse(f"{span.exit!r} does not run after {', '.join(map(repr, span.entries))}")
+                self.problems.add("sp.stream", f"{span.exit!r} does not run after {', '.join(map(repr, span.entries))}")
             for name in self.in_spans[index]:
                 if name in self.on_slices:
-                    self.refuse(f"parameter {name!r} is used on slices of the sequence and on all of it")
+                    self.problems.add("sp.stream", f"parameter {name!r} is used on slices of the sequence and on all of it")
         found = super().facts()
         spans = tuple(
             Span(span.entries, span.exit, tuple(self.in_spans[index]), tuple(self.inner[index]), index in self.flat_spans)
@@ -177,7 +177,9 @@ class SpanTracer(StreamTracer):
         if name in self.ends:
             index = self.ends[name]
             if self.whole_of.get(output) != frozenset([index]):
-                raise ValueError(f"{name!r} does not get what {', '.join(map(repr, self.spans[index].entries))} made of the sequence")
+                raise ValueError(
+                    f"{name!r} does not get what {', '.join(map(repr, self.spans[index].entries))} made of the sequence"
+                )
             if (output.ndim == 2) != (index in self.flat_spans):
                 raise ValueError(f"{name!r} returns the tokens of all rows as one sequence, and does not get them so")
             self.left.add(index)
@@ -230,7 +232,9 @@ class SpanTracer(StreamTracer):
 
     def _use_on_slices(self, operator: Operator, tensors: Sequence[torch.Tensor], names: frozenset[str]) -> None:
         """Note the parameters that an operator uses on a slice. Their module must be running, or have handed them out."""
-        handed = frozenset().union(*(self.named[tensor] for tensor in tensors if tensor in self.named and tensor in self.handed))
+        handed = frozenset().union(
+            *(self.named[tensor] for tensor in tensors if tensor in self.named and tensor in self.handed)
+        )
         for name in names:
             in_layers = within(name, self.layers)
             outside = name not in handed and not within(operator.module, [holder_of(name)])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import Problems
+from meshwright.models.reading.model_code import place_now
 from meshwright.models.reading.token_dimension import TokenDimension
 from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, prime_length, tensors_in
 from meshwright.plan.given.hidden_argument import first_of, hidden_argument, value_of, with_argument, with_first
@@ -65,15 +66,20 @@ class StreamTracer(Tracer):
     def facts(self) -> RegionFacts:
         """Return what was read."""
         if not self.problems and not self.ran and not self.joins:
-            self.refuse("no norm after its layers gives the whole sequence to the head")
+            self.problems.add("sp.stream", "no norm after its layers gives the whole sequence to the head")
         problem = self.problems[0] if self.problems else ""
         return RegionFacts(
-            tuple(self.regions), tuple(self.ran), tuple(self.with_residual), problem, layers=tuple(self.layers), flat=tuple(self.flat)
+            tuple(self.regions),
+            tuple(self.ran),
+            tuple(self.with_residual),
+            problem,
+            layers=tuple(self.layers),
+            flat=tuple(self.flat),
         )
 
     def refuse(self, why: str) -> None:
-        """Note why the stream cannot be sliced."""
-        self.problems.add("sp.stream", why)
+        """Note why the stream cannot be sliced, and the line of the model's code that runs now."""
+        self.problems.add("sp.stream", why + place_now())
 
     # -- modules -----------------------------------------------------------------------------------------------------------
 
@@ -162,6 +168,4 @@ class StreamTracer(Tracer):
             if inputs and products:
                 self.with_residual[self.region] = None
         elif self.slices.mixed(operator):
-            self.refuse(
-                f"between attention and MLP, an operator mixes the tokens of a slice ({operator.function})"
-            )
+            self.refuse(f"between attention and MLP, an operator mixes the tokens of a slice ({operator.function})")

@@ -49,6 +49,7 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
         facts.hidden,
         facts.after,
         facts.idle,
+        facts.streams,
     )
 
 
@@ -268,11 +269,11 @@ def stages_of_rank(plan: ShardingPlan, rank: int) -> tuple[int, ...]:
     return tuple(row.index for row in plan.stages if row.rank == rank) or (0,)
 
 
-def crossing_shape(plan: ShardingPlan, rows: int, length: int) -> tuple[int, int, int]:
+def crossing_shape(plan: ShardingPlan, rows: int, length: int) -> tuple[int, ...]:
     """Return the shape of the hidden state that a rank sends at a cut, for some rows of whole sequences.
 
     With sequence parallel, each rank of `tp` sends its slice of the sequence.
     """
     cut = next(action for action in plan.program if isinstance(action, Cut))
     slices = plan.layout.size("cp") * (plan.layout.size("tp") if plan.options.sequence_parallel else 1)
-    return (rows, length // slices, cut.features)
+    return (rows, length // slices, *cut.streams, cut.features)

@@ -11,8 +11,9 @@ from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
 from meshwright.plan.axes.tensor.given_styles import load_styles
-from meshwright.plan.axes.tensor.modules import SlicedModel, module_rows
+from meshwright.plan.axes.tensor.modules import module_rows
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
+from meshwright.plan.axes.tensor.sliced_model import SlicedModel
 from meshwright.plan.axes.tensor.styles import FIRST, INNER, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
 from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths

@@ -34,8 +34,8 @@ def misfits(spans: Mapping[Span, str], styles: Mapping[str, str]) -> Iterable[Re
             said = ", ".join(f"{name!r} {style}" for name, style in own.items())
             yield Refusal(
                 "sp.module",
-                f"sequence_parallel=True: from {span.entries[0]!r} to {span.exit!r} the whole sequence is needed, and the styles "
-                f"there do not make slices of all that computes ({said})",
+                f"sequence_parallel=True: from {span.entries[0]!r} to {span.exit!r} the whole sequence is needed, and the "
+                f"styles there neither slice all that computes nor leave it whole ({said}); the legal value is False",
             )
 
 
