@@ -290,9 +290,10 @@ def _shrink_model(
 
 
 def _idle_layers(model: "PreTrainedModel", spec: ParallelSpec, path: str, count: int) -> set[int]:
-    """Return the numbers of the layers that do not run on text: no stage is made of them."""
+    """Return the numbers of the layers that do not run on text, among others that do: no stage is made of them."""
     runs = spec.traces(model).runs if spec.traces is not None else {}
-    return {index for index in range(count) if not any(runs.get(f"{path}.{index}", (1, 1)))}
+    idle = {index for index in range(count) if not any(runs.get(f"{path}.{index}", (1, 1)))}
+    return idle if len(idle) < count else set()
 
 
 # -- patterns with numbers of layers --------------------------------------------------------------------------------------

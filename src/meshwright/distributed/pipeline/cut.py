@@ -142,7 +142,12 @@ def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
             layer, before = model.get_submodule(name), index < action.begin
             _replace(model, name, _Passage(layer, crossing, (position, argument), returned, before=before))
     for name in action.idle if not first else ():
-        _replace(model, name, _Named(model.get_submodule(name)))
+        holder, _, own = name.rpartition(".")
+        around = model.get_submodule(holder)
+        if own in around._parameters:  # a model may give it a first value
+            vars(around)[own] = torch.empty_like(around._parameters.pop(own), device="meta")
+        else:
+            _replace(model, name, _Named(around.get_submodule(own)))
     held = action.held if first or last else ()
     for name, features, lookup in action.leading if not first else ():
         _replace(model, name, _with_held(model, name, _Empty(crossing, features, lookup), held))

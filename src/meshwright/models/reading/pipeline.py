@@ -148,8 +148,7 @@ class _StageTracer(Tracer):
         firsts = sorted(set(self.first_names.values()))
         unused = [name for name in firsts if name not in self.used and not within(name, self.expected)]
         idle = self._idle(unused)
-        if left := [name for name in unused if not within(name, idle)]:
-            self.problems.add("pp.unused", f"parameter {left[0]!r} is used by no stage ({len(left)} such parameters)")
+        idle = (*idle, *(name for name in unused if not within(name, idle)))
         self.used |= {name: {"first"} for name in unused}
         used = {name: tuple(side for side in ("first", "last") if side in sides) for name, sides in self.used.items()}
         return StageFacts(

@@ -52,7 +52,8 @@ class StageFacts:
         streams: sizes of its dimensions between positions and features, such as the number of residual streams.
         problems: why the model cannot be cut.
         after: modules without parameters that run after the last layer alone.
-        idle: the outermost modules with parameters that do not run, such as an image tower in training on text.
+        idle: the outermost modules with parameters that do not run, such as an image tower in training on text, and other
+            parameters that nobody uses.
     """
 
     layers: tuple[LayerFacts, ...] = ()

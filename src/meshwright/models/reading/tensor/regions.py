@@ -50,7 +50,7 @@ def trace_regions(
     if order is None or len(running) < len(order.found) or not running:
         why = why or (f"layer {order.found[0]!r} runs twice" if order and order.found else "no layer runs")
         return RegionFacts(problem=Refusal("sp.stream", f"its stream cannot be sliced ({why})"))
-    refused: RegionFacts | None = None
+    refused: dict[bool, RegionFacts] = {}  # whether the forward ran to its end, which tells more
     shown: RegionFacts | None = None
     for make in _attempts(model, running, experts, pairs):
         for joins in (False, True):
@@ -66,9 +66,9 @@ def trace_regions(
                 shown = shown or facts
                 break
             problem = facts.problem if facts else Refusal("sp.stream", f"its stream cannot be sliced ({why})")
-            refused = refused or RegionFacts(problem=problem)
+            refused.setdefault(facts is not None, RegionFacts(problem=problem))
     none = f"layer {running[0]!r} has no attention and MLP that are modules of their own, and no pair of matrices"
-    return shown or refused or RegionFacts(problem=Refusal("sp.regions", none))
+    return shown or refused.get(True) or refused.get(False) or RegionFacts(problem=Refusal("sp.regions", none))
 
 
 def _attempts(

@@ -55,7 +55,7 @@ class StreamTracer(Tracer):
         self.ran: list[str] = []
         self.region = ""
         self._early: set[str] = set()
-        self._parameters, self._inputs, self._products = Labels(), Labels(), Labels()
+        self._parameters, self._inputs, self._products, self._made = Labels(), Labels(), Labels(), Labels()
         self._parameters.put(inputs.tensors.values())
 
     def _is_after(self, name: str, module: nn.Module) -> bool:
@@ -94,6 +94,7 @@ class StreamTracer(Tracer):
             self.refuse(f"{name!r} takes more of the residual stream than its hidden state")
         self.region = name
         self._inputs[moved] = True
+        self._made[moved] = name
         return args, kwargs
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -156,6 +157,8 @@ class StreamTracer(Tracer):
     def attention(self, call: Attention) -> None:
         """The output of an attention depends on all that it reads."""
         self._products[call.output] = True
+        if self.region:
+            self._made[call.output] = self.region
 
     def operator(self, operator: Operator) -> None:
         """Follow what regions compute, and look for what mixes tokens between them."""
@@ -167,5 +170,9 @@ class StreamTracer(Tracer):
                 self._products.put(operator.results)
             if inputs and products:
                 self.with_residual[self.region] = None
+            if self._made.among(operator.on_meta):
+                self._made.put(operator.results, self.region)
+        elif made := self._made.among(operator.on_meta):
+            self.refuse(f"what {made[0]!r} made of the whole sequence is used outside of it")
         elif self.slices.mixed(operator):
             self.refuse(f"between attention and MLP, an operator mixes the tokens of a slice ({operator.function})")
