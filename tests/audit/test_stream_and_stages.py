@@ -33,7 +33,9 @@ def case(folder: Path, model_type: str, label: str, packing: str = "pad") -> Cas
     small, _, _ = shrink(run_of(model_type, place, folder, packing), place.world_size)
     ready, _ = make_ready(small, "float64", 2, folder)
     values = ready.model.config or {}
-    words = next((value for value in values.values() if isinstance(value, dict) and "vocab_size" in value), values)["vocab_size"]
+    words = next((value for value in values.values() if isinstance(value, dict) and "vocab_size" in value), values)[
+        "vocab_size"
+    ]
     return Case(ready, store_of(folder, words), 2)
 
 

@@ -228,7 +228,9 @@ def test_what_does_not_run_is_with_the_first_stage() -> None:
     facts = facts_of(model)
     assert facts.problems == ()
     assert {name for name in facts.idle if "layers" in name}.isdisjoint(layer.name for layer in facts.layers)
-    assert len(facts.layers) + sum(".layers." in name for name in facts.idle) == model.config.get_text_config().num_hidden_layers
+    assert (
+        len(facts.layers) + sum(".layers." in name for name in facts.idle) == model.config.get_text_config().num_hidden_layers
+    )
 
 
 def test_a_mask_has_the_rows_of_its_batch() -> None:

@@ -41,7 +41,7 @@ def regions_of(model: Any, like: Any = None) -> RegionFacts:
 
 
 def test_a_span_ends_in_another_module() -> None:
-    """The residual and the norm of BERT are in the module of the second matrix. It has no norm after its layers, but in its head."""
+    """Residual and norm of BERT are in the module of the second matrix. It has no norm after its layers, but in its head."""
     found = regions_of(meta("bert", **BERT))
     layer = "bert.encoder.layer.0"
     assert (found.problem, found.problem_in_stages, found.regions, found.tokenwise) == ("", "", (), ())
@@ -80,7 +80,10 @@ def test_what_leaves_a_span_or_a_region_elsewhere_is_refused() -> None:
 
     bert = meta("bert", **BERT)
     leaks(bert.bert.encoder.layer[0].intermediate, bert.bert.encoder.layer[0].output.dropout)
-    assert "the whole sequence of 'bert.encoder.layer.0.output.dense' meets slices of it at " in regions_of(bert, meta("bert", **BERT)).problem
+    assert (
+        "the whole sequence of 'bert.encoder.layer.0.output.dense' meets slices of it at "
+        in regions_of(bert, meta("bert", **BERT)).problem
+    )
     llama = meta("llama", **LLAMA)
     leaks(llama.model.layers[0].self_attn.q_proj, llama.model.layers[0].post_attention_layernorm)
     problem = "what 'model.layers.0.self_attn' made of the whole sequence is used outside of it at "

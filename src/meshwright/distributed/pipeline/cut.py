@@ -145,7 +145,8 @@ def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
         holder, _, own = name.rpartition(".")
         around = model.get_submodule(holder)
         if own in around._parameters:  # a model may give it a first value
-            vars(around)[own] = torch.empty_like(around._parameters.pop(own), device="meta")
+            unused = around._parameters.pop(own)
+            vars(around)[own] = None if unused is None else torch.empty_like(unused, device="meta")
         else:
             _replace(model, name, _Named(around.get_submodule(own)))
     held = action.held if first or last else ()

@@ -76,7 +76,9 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
         positions = meta_positions(prime_length(model), rows=2)  # one row would not show what is added up over rows
         if begin:
             dtype = next(model.parameters()).dtype
-            crossing_of(part).received = torch.empty((*positions.shape, *facts.streams, facts.hidden), dtype=dtype, device="meta")
+            crossing_of(part).received = torch.empty(
+                (*positions.shape, *facts.streams, facts.hidden), dtype=dtype, device="meta"
+            )
         _, why = traced(part, experts, Tracer, positions=positions)
         if not why and all(tensor.is_meta for tensor in shared.values()):
             _, why = first_that_runs(partial(_initialize, part), (None,))
