@@ -16,11 +16,14 @@ from maintain.cells import deepened
 from maintain.default_configs import MISSING_DEFAULTS
 from maintain.tiny import TINY_MODELS
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, PlanError
+from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.axes.pipeline.stage_plan import cut_of
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.names import match_names
+from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.resolver import resolve
 
 LENGTH = 40
 """Tokens of a row: more than every window of the models below."""
@@ -231,6 +234,27 @@ def test_what_does_not_run_is_with_the_first_stage() -> None:
     assert (
         len(facts.layers) + sum(".layers." in name for name in facts.idle) == model.config.get_text_config().num_hidden_layers
     )
+
+
+def test_a_model_is_cut_where_no_later_layer_reads_more_of_an_earlier_one() -> None:
+    """Layers of HY V4 attend to the tokens that the layer before them chose, unless they choose their own."""
+    own = {**known("hy_v4"), "num_hidden_layers": 6, "indexer_types": ["full", "full", "shared", "shared", "full", "shared"]}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("hy_v4", **own))
+    facts = facts_of(model)
+    assert (facts.problems, sorted(facts.uncut)) == ((), [2, 3, 5])
+    assert facts.uncut[3].startswith("layer 'model.layers.3' reads more than its hidden state of layer 'model.layers.1' at ")
+
+    def stages(pp: int, **options: Any) -> list[int]:
+        layout = Layout(pp=pp, dp_shard=1)
+        plan = resolve(spec_of(model), model, layout, ParallelOptions(microbatches=4, **options), world_size=pp)
+        return [len(row.layers) for row in plan.stages]
+
+    assert stages(2) == [4, 2]
+    with pytest.raises(PlanError, match=r"pipeline_cuts=\[3\].*legal are 1, 4"):
+        stages(2, pipeline_cuts=(3,))
+    with pytest.raises(PlanError, match="the model can be cut before 2 layers only"):
+        stages(4)
 
 
 def test_a_mask_has_the_rows_of_its_batch() -> None:

@@ -69,7 +69,10 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
 
 def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Sequence[ExpertsRule]) -> tuple[str, ...]:
     """Return why a model that is cut in two does not run: it may read a module of a layer that is not there."""
-    middle, shared = len(facts.layers) // 2, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    half, shared = len(facts.layers) / 2, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    middle = min(
+        (index for index in range(1, len(facts.layers)) if index not in facts.uncut), key=lambda index: abs(index - half)
+    )
     for begin, end in ((0, middle), (middle, len(facts.layers))):
         part = copy.deepcopy(model, dict(shared))
         cut_model(part, cut_of(facts, begin, end))
@@ -116,10 +119,14 @@ class _StageTracer(Tracer):
         self.in_layers: set[str] = set()
         self.ran: set[str] = set()
         self.reported: set[tuple[str, str]] = set()
+        self.uncut: dict[int, str] = {}
         self.takes_tokens: set[str] = set()
 
     def facts(self) -> StageFacts:
         """Return what was read."""
+        if len(self.layers) > 1 and len(self.uncut) == len(self.layers) - 1:
+            for why in dict.fromkeys(self.uncut.values()):
+                self.problems.add("pp.reads_more", why)
         body = _around([layer.name for layer in self.layers], self.takes_tokens)
         for name, sides in self.used.items():
             owner = holder_of(name)
@@ -164,6 +171,7 @@ class _StageTracer(Tracer):
             tuple(name for name, after in dict.fromkeys(self.calls) if after and self._plain_and_last(name)),
             idle,
             () if self.hidden is None else tuple(self.hidden.shape[2:-1]),
+            dict(sorted(self.uncut.items())),
         )
 
     def _idle(self, unused: Collection[str]) -> tuple[str, ...]:
@@ -213,8 +221,6 @@ class _StageTracer(Tracer):
             kwargs = {key: own if item is value else item for key, item in kwargs.items()}
         self.running = len(self.layers)
         self.layers.append(LayerFacts(name, (place, argument)))
-        for origins in self.origins.among(tensors_in((args, kwargs))):  # also what no operator reads here, such as indices
-            self._report(min(origins), name)
         return args, kwargs
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -244,8 +250,8 @@ class _StageTracer(Tracer):
     # -- operators ---------------------------------------------------------------------------------------------------------
 
     def attention(self, call: Attention) -> None:
-        """An attention reads queries, keys and values."""
-        for tensors in ([call.key], [call.value], [call.value, call.query]):
+        """An attention reads queries, keys and values, and whatever else it is given."""
+        for tensors in ([call.key], [call.value], [call.value, call.query], tensors_in((call.mask, call.options))):
             self._computed(tensors, [call.output], call.module)
 
     def operator(self, operator: Operator) -> None:
@@ -282,7 +288,12 @@ class _StageTracer(Tracer):
         source = "what runs before the first layer" if origin == _BEFORE else f"layer {self.layers[origin].name!r}"
         if (reader, source) not in self.reported:
             self.reported.add((reader, source))
-            self.problems.add("pp.reads_more", f"{reader} reads more than its hidden state of {source}{place_now()}")
+            why = f"{reader} reads more than its hidden state of {source}{place_now()}"
+            if self.running is not None and origin != _BEFORE:
+                for index in range(origin + 1, self.running + 1):
+                    self.uncut.setdefault(index, why)
+            else:
+                self.problems.add("pp.reads_more", why)
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

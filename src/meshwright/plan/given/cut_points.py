@@ -49,6 +49,8 @@ class StageFacts:
         used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both. What no side
             uses is with the first.
         hidden: size of the last dimension of the hidden state.
+        uncut: indices of layers before which the model cannot be cut, to why: a layer reads more of an earlier one than its
+            hidden state, such as the tokens that it chose.
         streams: sizes of its dimensions between positions and features, such as the number of residual streams.
         problems: why the model cannot be cut.
         after: modules without parameters that run after the last layer alone.
@@ -66,3 +68,4 @@ class StageFacts:
     after: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     streams: tuple[int, ...] = ()
+    uncut: Mapping[int, str] = field(default_factory=dict)

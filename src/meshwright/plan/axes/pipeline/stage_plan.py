@@ -84,6 +84,18 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
             f"{number_of(len(layers), 'stage')}",
         )
     cuts = options.pipeline_cuts
+    legal = tuple(index for index in range(1, len(layers)) if index not in facts.uncut)
+    if problems:
+        pass
+    elif count - 1 > len(legal):
+        why = "; ".join(dict.fromkeys(facts.uncut.values()))
+        problems.add(
+            "pp.reads_more",
+            f"pp={pp}, stages_per_rank={each}: {number_of(count, 'stage')}, but the model can be cut before "
+            f"{number_of(len(legal), 'layer')} only ({why})",
+        )
+    elif inside := [cut for cut in cuts if cut in facts.uncut]:
+        problems.add("pp.cuts", f"pipeline_cuts={list(cuts)}: {facts.uncut[inside[0]]}; legal are {', '.join(map(str, legal))}")
     if cuts and (len(cuts) != count - 1 or list(cuts) != sorted({*cuts} & {*range(1, len(layers))})):
         problems.add(
             "pp.cuts",
@@ -92,7 +104,7 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
     if draft.problems or problems:
         return Found(none, problems)
     costs, sizes = _costs(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
-    begins = (0, *(cuts or _least(tuple(costs), tuple(sizes), count)))
+    begins = (0, *(cuts or _least(tuple(costs), tuple(sizes), count, legal)))
     total = sum(costs)
     rows = tuple(
         StageRow(index, _rank_of(index, pp, schedule), tuple(layers[begin:end]), sum(costs[begin:end]) / total)
@@ -181,8 +193,15 @@ def _costs(
 
 
 @lru_cache(maxsize=256)  # many layouts of a model have the same stages
-def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements."""
+def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int, legal: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements.
+
+    Args:
+        costs: the cost of each layer.
+        sizes: its elements.
+        stages: number of stages.
+        legal: the layers before which the model can be cut.
+    """
     count = len(costs)
     cost_before, size_before = list(accumulate(costs, initial=0.0)), list(accumulate(sizes, initial=0))
 
@@ -191,7 +210,7 @@ def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int) -> tup
         if left == 1:
             return (cost_before[-1] - cost_before[begin], size_before[-1] - size_before[begin]), ()
         options = []
-        for end in range(begin + 1, count - left + 2):
+        for end in (index for index in legal if begin < index < count - left + 2):
             (cost, size), cuts = best(end, left - 1)
             own = cost_before[end] - cost_before[begin], size_before[end] - size_before[begin]
             largest = (max(cost, own[0]), max(size, own[1]))
