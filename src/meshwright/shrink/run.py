@@ -14,6 +14,7 @@ In patterns that number a layer ('model.layers.17.**'), the number is replaced b
 every kept layer is frozen, synchronised and recomputed exactly as before; patterns for which this is impossible are refused.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -291,7 +292,8 @@ def _shrink_model(
 
 def _idle_layers(model: "PreTrainedModel", spec: ParallelSpec, path: str, count: int) -> set[int]:
     """Return the numbers of the layers that do not run on text, among others that do: no stage is made of them."""
-    runs = spec.traces(model).runs if spec.traces is not None else {}
+    # A forward may leave its state on modules (RecurrentGemma), and kinds of layers are compared by what is on them.
+    runs = spec.traces(copy.deepcopy(model)).runs if spec.traces is not None else {}
     idle = {index for index in range(count) if not any(runs.get(f"{path}.{index}", (1, 1)))}
     return idle if len(idle) < count else set()
 
