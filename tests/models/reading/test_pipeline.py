@@ -98,7 +98,9 @@ def compare(model: nn.Module, facts: StageFacts, stages: int, packed: bool) -> N
     weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     count = len(facts.layers)
     parts, hidden, passed = [], None, []
-    for begin, end in pairwise(count * index // stages for index in range(stages + 1)):
+    legal = [index for index in range(1, count) if index not in facts.uncut]
+    cuts = [min(legal, key=lambda index: abs(index - count * part // stages)) for part in range(1, stages)]
+    for begin, end in pairwise((0, *cuts, count)):
         part = copy.deepcopy(model)
         cut_model(part, cut_of(facts, begin, end))
         received = None if hidden is None else hidden.detach().requires_grad_()
