@@ -292,7 +292,7 @@ def _shrink_model(
 
 def _idle_layers(model: "PreTrainedModel", spec: ParallelSpec, path: str, count: int) -> set[int]:
     """Return the numbers of the layers that do not run on text, among others that do: no stage is made of them."""
-    # A forward may leave its state on modules (RecurrentGemma), and kinds of layers are compared by what is on them.
+    # A forward may leave its state on modules, and kinds of layers are compared by what is on them.
     runs = spec.traces(copy.deepcopy(model)).runs if spec.traces is not None else {}
     idle = {index for index in range(count) if not any(runs.get(f"{path}.{index}", (1, 1)))}
     return idle if len(idle) < count else set()
