@@ -30,8 +30,8 @@ _REASONS = (
      "the model declares a tensor parallel plan that is incomplete, or has a style that Meshwright lacks."),
     ("structure", "sp.structure", "nothing says which modules need the whole sequence."),
     ("sequence", "sp.module sp.regions sp.stream sp.stacks",
-     "something between attention and MLP needs the whole sequence, such as an embedding that each layer adds, or the stream is "
-     "not [rows, positions, ...]."),
+     "something between attention and MLP needs the whole sequence, such as an embedding that each layer adds, or the stream "
+     "is not [rows, positions, ...]."),
     ("state", "cp.state",
      "a layer carries a state from token to token (Mamba, linear attention, a convolution), or moves tokens itself."),
     ("own attention", "cp.mixes_tokens cp.mask",
