@@ -30,8 +30,8 @@ _REASONS = (
      "the model declares a tensor parallel plan that is incomplete, or has a style that Meshwright lacks."),
     ("structure", "sp.structure", "nothing says which modules need the whole sequence."),
     ("sequence", "sp.module sp.regions sp.stream sp.stacks",
-     "a module outside of attention and MLP needs the whole sequence: a state that goes from token to token, or an embedding "
-     "that each layer adds."),
+     "something between attention and MLP needs the whole sequence, such as an embedding that each layer adds, or the stream "
+     "is not [rows, positions, ...]."),
     ("state", "cp.state",
      "a layer carries a state from token to token (Mamba, linear attention, a convolution), or moves tokens itself."),
     ("own attention", "cp.mixes_tokens cp.mask",
@@ -40,11 +40,9 @@ _REASONS = (
      "the model computes with positions of its own that are not those of its tokens, one after another."),
     ("twice", "cp.twice pp.twice", "a layer runs twice in one forward."),
     ("values", "model.values", "what the forward calls depends on values, so it cannot be read without them."),
-    ("parts", "pp.towers",
-     "the model has an image or audio tower, and stages run the layers of the language model alone."),
     ("reads more", "pp.reads_more",
      "a layer reads more than the hidden state of the layer before it, which alone crosses a cut between stages."),
-    ("cut", "pp.cut pp.ends pp.halves pp.hidden_state pp.layers pp.outside pp.unused",
+    ("cut", "pp.cut pp.ends pp.halves pp.hidden_state pp.layers pp.outside",
      "the model cannot be cut between its layers for another reason, which the plan names."),
 )  # fmt: skip
 """Key, the codes of its refusals (of :mod:`meshwright.error_codes`, or ``audit.`` and the kind of a finding), sentence."""

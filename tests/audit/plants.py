@@ -355,7 +355,7 @@ def gathers_again_in_step_2(trainer: RankTrainer) -> None:
     trainer.sync.begin_microbatch = begin  # type: ignore[method-assign]
 
 
-def _replanned(trainer: RankTrainer, style: str, **changes: Any) -> None:
+def replanned(trainer: RankTrainer, style: str, **changes: Any) -> None:
     """Modules of a style do something else than their actions say."""
     plan = trainer.setup.plan
     modules = {row.module for row in plan.tensor_parallel if row.style == style}
@@ -367,27 +367,27 @@ def _replanned(trainer: RankTrainer, style: str, **changes: Any) -> None:
 
 def norms_not_summed(trainer: RankTrainer) -> None:
     """Under sequence parallel each rank has the gradient of its own part of the sequence."""
-    _replanned(trainer, "sequence_parallel", sums=())
+    replanned(trainer, "sequence_parallel", sums=())
 
 
 def query_norms_not_summed(trainer: RankTrainer) -> None:
     """Each rank has the gradient of its own heads."""
-    _replanned(trainer, "replicated_with_grad_allreduce", sums=())
+    replanned(trainer, "replicated_with_grad_allreduce", sums=())
 
 
 def router_not_summed(trainer: RankTrainer) -> None:
     """Each rank has the gradient that comes through its own slices of the experts."""
-    _replanned(trainer, "router", sums=())
+    replanned(trainer, "router", sums=())
 
 
 def shared_heads_not_summed(trainer: RankTrainer) -> None:
     """Two ranks share a head of keys, and each has the gradient of its own queries."""
-    _replanned(trainer, "grouped_colwise", sums=())
+    replanned(trainer, "grouped_colwise", sums=())
 
 
 def regions_not_entered(trainer: RankTrainer) -> None:
     """The all-reduce of backward is forgotten: upstream of attention and MLP gradients are those of slices."""
-    _replanned(trainer, "region", entry=Move.NONE)
+    replanned(trainer, "region", entry=Move.NONE)
 
 
 def _around_forward(module: nn.Module, change: Callable[..., Any]) -> None:

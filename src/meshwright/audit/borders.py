@@ -131,12 +131,16 @@ class BorderRecorder:
             return None
         run, self._runs[name] = self._runs[name], self._runs[name] + 1
 
+        given: dict[int, torch.Tensor] = {}  # what is one tensor for the module stays one
+
         def seen(place: str, tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, DTensor):
                 return tensor
-            tensor = tensor.view_as(tensor) if tensor.requires_grad and tensor.grad_fn is not None else tensor
-            self._see(Point(name, run, Side.INPUT, place, False), tensor)
-            return tensor
+            if id(tensor) not in given:
+                viewed = tensor.requires_grad and tensor.grad_fn is not None
+                given[id(tensor)] = tensor.view_as(tensor) if viewed else tensor
+                self._see(Point(name, run, Side.INPUT, place, False), given[id(tensor)])
+            return given[id(tensor)]
 
         with unwatched():
             return _mapped(tuple(args), "", seen), _mapped(dict(kwargs), "", seen)

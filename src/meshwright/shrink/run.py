@@ -14,6 +14,7 @@ In patterns that number a layer ('model.layers.17.**'), the number is replaced b
 every kept layer is frozen, synchronised and recomputed exactly as before; patterns for which this is impossible are refused.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -260,8 +261,9 @@ def _shrink_model(
         everything if stays else kinds_of(large, path, everything, lists, marks_of_layers(patterns, large, path, count))
     )
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    more = [index for index in everything if index not in firsts]
-    firsts = sorted([*firsts, *more[: max(0, max(2, needs.stages) - len(firsts))]])
+    idle = _idle_layers(large, spec, path, count) if needs.stages > 1 else set()
+    more = [index for index in everything if index not in firsts and index not in idle]
+    firsts = sorted([*firsts, *more[: max(0, max(2, needs.stages) - len({*firsts} - idle))]])
     # If the config says "every fourth layer", layers must keep their positions: then all layers up to the last kept one stay.
     # A tie needs two of the layers that it ties.
     for kept in (firsts, everything[: firsts[-1] + 1], everything[: max(firsts[-1], second_of_ties(spec, path)) + 1]):
@@ -286,6 +288,14 @@ def _shrink_model(
         return model, {}
     new_numbers = [kept.index(index if index in kept else kinds.index(kind)) for index, kind in enumerate(kinds)]
     return model, renumbered_patterns(patterns, large, small, path, kept, new_numbers)
+
+
+def _idle_layers(model: "PreTrainedModel", spec: ParallelSpec, path: str, count: int) -> set[int]:
+    """Return the numbers of the layers that do not run on text, among others that do: no stage is made of them."""
+    # A forward may leave its state on modules, and kinds of layers are compared by what is on them.
+    runs = spec.traces(copy.deepcopy(model)).runs if spec.traces is not None else {}
+    idle = {index for index in range(count) if not any(runs.get(f"{path}.{index}", (1, 1)))}
+    return idle if len(idle) < count else set()
 
 
 # -- patterns with numbers of layers --------------------------------------------------------------------------------------

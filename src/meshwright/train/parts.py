@@ -23,6 +23,7 @@ from meshwright.models.weights.build import materialize
 from meshwright.models.weights.initial_values import derive_seed
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
+from meshwright.plan.given.names import nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.callbacks.hooks import Callbacks
 from meshwright.train.config import RunConfig
@@ -93,8 +94,9 @@ def fill(run: RankSetup, model: nn.Module, device: torch.device) -> None:
     config, stages = run.config, stages_of_rank(run.plan, run.mesh.rank("pp"))
     for part, stage in zip(models_of(model), stages, strict=True):
         others = elsewhere(run.plan, [stage])
+        layers = tuple(name for name in run.plan.layers if not nearest(name, others))  # those of idle modules are not here
         with without_added(part):
-            materialize(part, config.model, device, config.training.seed, run.plan.layers, others, config.adapter)
+            materialize(part, config.model, device, config.training.seed, layers, others, config.adapter)
         initialize_added(part, device, config.training.seed)
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import parallelize
@@ -16,6 +18,7 @@ from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.tensor.loss_parallel import cross_entropy_sum
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
+from meshwright.models.specs.registry import spec_of
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
@@ -227,5 +230,43 @@ def test_logits_and_labels_that_are_not_what_they_should_be() -> None:
         for wrong in (-1, 4):
             with pytest.raises(IndexError, match="labels must be -100, or at least 0 and below 4"):
                 cross_entropy_sum(sharded, torch.full((1, 2), wrong))
+
+    run_ranks(on_rank, 2)
+
+
+def test_with_dropout_the_ranks_keep_the_same_gradients() -> None:
+    """In spans that every rank computes whole, all drop the same; what both store whole gets the same gradient.
+
+    The attention of Bloom is computed whole, and its MLP is a span.
+    """
+    sizes = {"vocab_size": 67, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+
+    def on_rank(rank: int) -> None:
+        config = AutoConfig.for_model("bloom", **sizes, hidden_dropout=0.2, attention_dropout=0.2)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        plan = resolve(spec_of(model), model, TP2, ParallelOptions(param_dtype=None, sequence_parallel=True))
+        assert {row.style for row in plan.tensor_parallel} >= {"whole_span", "sequence_parallel"}
+        parallelize(model, plan, build_mesh(plan.layout, "cpu"))
+        model.train()
+        (batch,) = batches(1)
+        torch.manual_seed(7)
+        _plain(model(batch["input_ids"], use_cache=False).logits, batch["labels"]).backward()
+        alike = 0
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, name
+            if isinstance(gradient, DTensor):
+                if any(
+                    placement.is_shard() and gradient.device_mesh.size(dim) > 1
+                    for dim, placement in enumerate(gradient.placements)
+                ):
+                    continue
+                gradient = gradient.to_local()
+            both = [torch.empty_like(gradient) for _ in range(2)]
+            dist.all_gather(both, gradient.contiguous())
+            torch.testing.assert_close(both[0], both[1], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            alike += 1
+        assert alike > 10
 
     run_ranks(on_rank, 2)

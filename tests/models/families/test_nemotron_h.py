@@ -11,10 +11,11 @@ from maintain.cells import LAYOUTS, VARIANTS, Outcome, run_cell
 from meshwright.audit.conduct import Auditor
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.parallelizer import get_lm_ac_layers
-from meshwright.errors import ModelError, PlanError
+from meshwright.errors import ModelError
 from meshwright.layout import Layout
 from meshwright.models.specs.derived import derived_spec
 from meshwright.models.specs.registry import spec_of
+from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ExpertsRule, Scores
@@ -66,8 +67,16 @@ def test_what_is_derived_stays() -> None:
         ExpertsRule("model.layers.*.mixer.experts", "model.layers.*.mixer.gate", Scores.SIGMOID, "e_score_correction_bias"),
     )  # fmt: skip
     assert derived.tp_styles.items() < found.structure.styles.items()
-    with pytest.raises(PlanError, match=r"sequence_parallel=True: Mamba blocks carry a state.*the legal value is False"):
-        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(sequence_parallel=True))
+
+
+def test_each_block_gets_the_whole_sequence_under_sequence_parallel() -> None:
+    """A Mamba block and an attention are computed whole, an MLP is split; a trace shows it."""
+    model = tiny_model("nemotron_h", meta=True)
+    plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(sequence_parallel=True))
+    moves = {row.module: (row.entry, row.exit) for row in plan.tensor_parallel if row.style == "region"}
+    assert moves.keys() == {f"{layer}.mixer" for layer in plan.layers}
+    whole = (Move.GATHER_SEQUENCE_WHOLE, Move.SPLIT_SEQUENCE)
+    assert {*moves.values()} == {whole, (Move.GATHER_SEQUENCE, Move.NONE)}
 
 
 def test_checkpointing_applies_block_by_block() -> None:

@@ -9,7 +9,8 @@ zeros. Whatever it does after its last layer (norm, head, soft caps) is the last
 around the layers, and take the hidden state where their last layer returns it.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
 from meshwright.plan.given.hidden_argument import HIDDEN, Argument, value_of
-from meshwright.plan.given.names import within
+from meshwright.plan.given.names import inside, within
 from meshwright.plan.result.program import Cut
 
 __all__ = ["Crossing", "crossing_of", "cut_model", "runs"]
@@ -39,14 +40,29 @@ class Crossing:
         self.sent: torch.Tensor | None = None
 
 
-class _Passage(nn.Module):
+class _Named(nn.Module):
+    """Stands for a module that does not run here, with its plain attributes, such as the type of a layer.
+
+    Modules in it that have buffers are there too, with tensors without values: a model may fill those of all its layers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(module).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | bool | None):
+                setattr(self, name, value)
+        for name, buffer in module.named_buffers(recurse=False):
+            vars(self)[name] = torch.empty_like(buffer, device="meta")
+        for name, child in module.named_children():
+            if any(True for _ in child.buffers()):
+                self.add_module(name, _Named(child))
+
+
+class _Passage(_Named):
     """Stands for a layer of another stage. Before the stage's layers it returns what was received; after them, its input."""
 
     def __init__(self, layer: nn.Module, crossing: Crossing, argument: Argument, returned: int, *, before: bool) -> None:
-        super().__init__()
-        for name, value in vars(layer).items():  # such as the type of the layer, which the model's forward reads
-            if not name.startswith("_") and isinstance(value, str | int | float | bool | None):
-                setattr(self, name, value)
+        super().__init__(layer)
         vars(self)["_facts"] = (crossing, argument, returned, before)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,13 +141,19 @@ def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
         if not action.begin <= index < action.end:
             layer, before = model.get_submodule(name), index < action.begin
             _replace(model, name, _Passage(layer, crossing, (position, argument), returned, before=before))
-    for name, features, lookup in action.leading if not first else ():
-        if last and name in action.held:
-            model.get_submodule(name).forward = _zeros(crossing, features, lookup)
+    for name in action.idle if not first else ():
+        holder, _, own = name.rpartition(".")
+        around = model.get_submodule(holder)
+        if own in around._parameters:  # a model may give it a first value
+            unused = around._parameters.pop(own)
+            vars(around)[own] = None if unused is None else torch.empty_like(unused, device="meta")
         else:
-            _replace(model, name, _Empty(crossing, features, lookup))
+            _replace(model, name, _Named(around.get_submodule(own)))
+    held = action.held if first or last else ()
+    for name, features, lookup in action.leading if not first else ():
+        _replace(model, name, _with_held(model, name, _Empty(crossing, features, lookup), held))
     for name in action.trailing if not last else ():
-        _replace(model, name, _Same())
+        _replace(model, name, _with_held(model, name, _Same(), held))
     if not last:
         _call_body(model, action.body, crossing)
     vars(model)[_CROSSING], vars(model)[_CUT] = crossing, action
@@ -145,10 +167,10 @@ def runs(model: nn.Module, name: str) -> bool:
     cut: Cut | None = vars(model).get(_CUT)
     if cut is None:
         return True
-    if isinstance(model.get_submodule(name), _Passage | _Empty | _Same):
+    if isinstance(model.get_submodule(name), _Named | _Empty | _Same):
         return False
-    if cut.end < len(cut.order) and _is_plain_norm(model.get_submodule(name)):
-        return False  # the norm after the layers runs on this stage too, and what it returns is not used
+    if cut.end < len(cut.order) and (within(name, cut.after) or _is_plain_norm(model.get_submodule(name))):
+        return False  # what follows the layers runs on this stage too, and what it returns is not used
     own = [layer for layer, *_ in cut.order[cut.begin : cut.end]]
     return cut.begin == 0 or within(name, [*own, *cut.trailing])
 
@@ -174,6 +196,33 @@ def _call_body(model: nn.Module, body: str, crossing: Crossing) -> None:
         return sent
 
     model.forward = forward
+
+
+def _with_held(model: nn.Module, name: str, stand_in: nn.Module, held: Collection[str]) -> nn.Module:
+    """Return what stands for a module, with those of its parameters that the stage holds, under their names."""
+    for parameter in held:
+        holder, _, own = parameter.rpartition(".")
+        if holder == name:
+            alone = _alone(model.get_submodule(holder), own)
+            vars(alone)["forward"] = stand_in.forward
+            return alone
+        if inside(holder, name):
+            *around, last = holder[len(name) + 1 :].split(".")
+            place = stand_in
+            for part in around:
+                if part not in dict(place.named_children()):
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            place.add_module(last, _alone(model.get_submodule(holder), own))
+    return stand_in
+
+
+def _alone(module: nn.Module, own: str) -> nn.Module:
+    """Return a module of the same class with one of its parameters alone, which is initialized and loaded as in the module."""
+    alone = copy.copy(module)
+    parameters = {name: value if name == own else None for name, value in module._parameters.items()}
+    vars(alone).update(_parameters=parameters, _buffers=dict(module._buffers), _modules={})
+    return alone
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -29,7 +29,7 @@ class Work:
     loss: Callable[[nn.Module], torch.Tensor]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def crossing(self, plan: ShardingPlan) -> tuple[int, int, int]:
+    def crossing(self, plan: ShardingPlan) -> tuple[int, ...]:
         """Return the shape of the hidden state that crosses a cut."""
         tokens = self.arguments.get("input_ids")
         rows, length = (self.arguments["inputs_embeds"] if tokens is None else tokens).shape[:2]

@@ -19,7 +19,7 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.tensor import moves
 from meshwright.errors import LayoutError
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
-from meshwright.plan.given.hidden_argument import with_argument
+from meshwright.plan.given.hidden_argument import first_of, value_of, with_argument, with_first
 from meshwright.plan.result.program import Compute
 
 __all__ = ["compute_with_slices", "local_parameters"]
@@ -45,7 +45,13 @@ def compute_with_slices(model: nn.Module, action: Compute, mesh: ParallelMesh) -
                 own: dict[str, Any] = module._parameters
                 own["bias"] = without if action.bias is Bias.LATE or dist.get_rank(group) else bias
             args, kwargs = enters(args, kwargs)
-            output = leaves(compute(*args, **kwargs))
+            rows = _rows(action, args, kwargs)
+            output = compute(*args, **kwargs)
+            if rows:
+                output = with_first(output, first_of(output).unflatten(0, (rows, -1)))
+            output = leaves(output)
+            if rows:
+                output = with_first(output, first_of(output).flatten(0, 1))
         if bias is None:
             return output
         if action.bias is Bias.LATE:
@@ -76,6 +82,14 @@ def local_parameters(
         module._parameters.update(stored)
 
 
+def _rows(action: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the rows of a batch that a module takes, if it returns them as one dimension with the positions; otherwise 0."""
+    if not action.row.flat or action.argument is None or action.row.exit is Move.NONE:
+        return 0
+    hidden: torch.Tensor = value_of(action.argument, args, kwargs, action.module)
+    return hidden.shape[0] if hidden.ndim > 2 else 0
+
+
 def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     if action.row.entry is Move.ENTER:
 
@@ -88,8 +102,8 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
         return lambda args, kwargs: (args, kwargs)
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
         Move.SPLIT_FEATURES: lambda x: moves.split(x, -1, group),
-        Move.GATHER_SEQUENCE: lambda x: moves.to_parts(x, SEQUENCE, group),
-        Move.GATHER_SEQUENCE_WHOLE: lambda x: _whole_sequence(x, group),
+        Move.GATHER_SEQUENCE: lambda x: moves.to_parts(x, _sequence(x, action), group),
+        Move.GATHER_SEQUENCE_WHOLE: lambda x: _whole_sequence(x, action, group),
         Move.SPLIT_SEQUENCE: lambda x: moves.split(_divisible(x, group), SEQUENCE, group),
     }
     assert action.argument is not None
@@ -97,8 +111,17 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
     return lambda args, kwargs: with_argument(argument, args, kwargs, moved, action.module)
 
 
-def _whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return moves.gather(part, SEQUENCE, part.shape[SEQUENCE] * dist.get_world_size(group), group)
+def _whole_sequence(part: torch.Tensor, action: Compute, group: dist.ProcessGroup) -> torch.Tensor:
+    dim = _sequence(part, action)
+    return moves.gather(part, dim, part.shape[dim] * dist.get_world_size(group), group)
+
+
+def _sequence(hidden: torch.Tensor, action: Compute) -> int:
+    """Return the dimension of the sequence.
+
+    Where each token is computed alone, rows and positions may be one dimension: slices are joined by rank, and cut so again.
+    """
+    return 0 if action.row.flat and hidden.ndim == 2 else SEQUENCE
 
 
 def _divisible(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -122,16 +145,16 @@ def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
         Move.GATHER_FEATURES: lambda y: moves.gather(y, -1, action.features, group),
         Move.EXCHANGE_FEATURES: lambda y: moves.exchange(y, action.parts, group),
         Move.VOCABULARY: lambda y: _sharded_vocabulary(y, action.features, mesh),
-        Move.GATHER_SEQUENCE_WHOLE: lambda y: _whole_sequence(y, group),
+        Move.GATHER_SEQUENCE_WHOLE: lambda y: _whole_sequence(y, action, group),
         Move.COUNT_ONCE: lambda y: moves.count_once(y, group),
-        Move.SCATTER_SEQUENCE: lambda y: moves.to_slices(y, SEQUENCE, group),
-        Move.SPLIT_SEQUENCE: lambda y: moves.split(y, SEQUENCE, group),
+        Move.SCATTER_SEQUENCE: lambda y: moves.to_slices(y, _sequence(y, action), group),
+        Move.SPLIT_SEQUENCE: lambda y: moves.split(y, _sequence(y, action), group),
     }
     moved = move[action.row.exit]
     if action.row.exit is Move.COUNT_ONCE:
         return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else output
     # Other elements (attention weights, the routing of experts) are left as they are: they are whole, or nobody uses them.
-    return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)
+    return lambda output: with_first(output, moved(first_of(output)))
 
 
 def _sharded_vocabulary(logits: torch.Tensor, words: int, mesh: DeviceMesh) -> DTensor:

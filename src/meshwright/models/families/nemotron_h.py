@@ -76,7 +76,7 @@ class NemotronHParallelizationStrategy(ParallelizationStrategy):
         structure = Structure(
             styles={**declared, **present(_TP_STYLES), **head},
             head="lm_head" if head else None,
-            no_sequence_parallel="Mamba blocks carry a state from token to token, so that each rank needs the whole sequence",
+            no_sequence_parallel="" if is_transformers(model) else "its code is not that of transformers, and is not traced",
         )
         return replace(derived, tp_styles=declared, sizes=sizes, structure=structure)
 

@@ -1,7 +1,7 @@
 """The traces of a causal language model of transformers: each question has a module of its own beside this one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.models.reading.context.mixers_of_model import trace_mixers
@@ -82,7 +82,7 @@ class ModelTraces(Traces):
 
     def regions(self, layers: Sequence[str]) -> RegionFacts:
         """See :func:`~meshwright.models.reading.tensor.regions.trace_regions`."""
-        return self._once("regions", layers, trace_regions)
+        return self._once("regions", layers, partial(trace_regions, pairs=lambda: self.pairs(layers)))
 
     def pairs(self, layers: Sequence[str]) -> Pairs:
         """See :func:`~meshwright.models.reading.tensor.pairs.trace_pairs`."""

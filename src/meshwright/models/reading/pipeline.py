@@ -6,7 +6,7 @@ layers. A layer that reads anything of another layer besides its hidden state ca
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -18,6 +18,7 @@ from torch import nn
 
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
 from meshwright.errors import Problems, Refusal
+from meshwright.models.reading.model_code import place_now
 from meshwright.models.reading.tracing import (
     Attention,
     Inputs,
@@ -32,8 +33,8 @@ from meshwright.models.reading.tracing import (
 )
 from meshwright.plan.axes.pipeline.stage_plan import cut_of
 from meshwright.plan.given.cut_points import LayerFacts, LeadingFacts, StageFacts
-from meshwright.plan.given.hidden_argument import hidden_argument
-from meshwright.plan.given.names import holder_of, inside
+from meshwright.plan.given.hidden_argument import first_of, hidden_argument, with_first
+from meshwright.plan.given.names import holder_of, inside, within
 from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.plan.given.spec import ExpertsRule
 
@@ -54,10 +55,10 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
-    if model.config.get_text_config() is not model.config:
-        why = "it has parts beside its language model, whose stages would not run what is around it"
-        return StageFacts(problems=(Refusal("pp.towers", why),))
     found, why = traced(model, experts, partial(_StageTracer, model, layers))
+    if found is not None and len(found.layers) < len(layers):  # those of an image tower, or that read images, do not run
+        running = list(dict.fromkeys(layer.name for layer in found.layers))
+        found, why = traced(model, experts, partial(_StageTracer, model, running))
     if found is None:
         return StageFacts(problems=(Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     facts = found.facts()
@@ -68,20 +69,34 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
 
 def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Sequence[ExpertsRule]) -> tuple[str, ...]:
     """Return why a model that is cut in two does not run: it may read a module of a layer that is not there."""
-    middle, shared = len(facts.layers) // 2, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    half, shared = len(facts.layers) / 2, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    middle = min(
+        (index for index in range(1, len(facts.layers)) if index not in facts.uncut), key=lambda index: abs(index - half)
+    )
     for begin, end in ((0, middle), (middle, len(facts.layers))):
         part = copy.deepcopy(model, dict(shared))
         cut_model(part, cut_of(facts, begin, end))
         positions = meta_positions(prime_length(model), rows=2)  # one row would not show what is added up over rows
         if begin:
             dtype = next(model.parameters()).dtype
-            crossing_of(part).received = torch.empty((*positions.shape, facts.hidden), dtype=dtype, device="meta")
+            crossing_of(part).received = torch.empty(
+                (*positions.shape, *facts.streams, facts.hidden), dtype=dtype, device="meta"
+            )
         _, why = traced(part, experts, Tracer, positions=positions)
         if not why and all(tensor.is_meta for tensor in shared.values()):
-            _, why = first_that_runs(partial(lambda model, _: model.apply(model._init_weights), part), (None,))
+            _, why = first_that_runs(partial(_initialize, part), (None,))
         if why:
             return (Refusal("pp.halves", f"cut in two, it does not run, or cannot be initialised ({why})"),)
     return ()
+
+
+def _initialize(part: nn.Module, _: object) -> None:
+    """Give each module its initial values, by the rules of the innermost model around it."""
+    owners: dict[str, Any] = {}
+    for name, module in part.named_modules():  # a model before its modules
+        owners[name] = module if hasattr(module, "_init_weights") else owners[holder_of(name)]
+    for name, module in reversed(list(part.named_modules())):
+        owners[name]._init_weights(module)
 
 
 class _StageTracer(Tracer):
@@ -101,13 +116,18 @@ class _StageTracer(Tracer):
         self.problems = Problems()
         self.hidden: torch.Tensor | None = None
         self.running: int | None = None
+        self.in_layers: set[str] = set()
+        self.ran: set[str] = set()
+        self.reported: set[tuple[str, str]] = set()
+        self.uncut: dict[int, str] = {}
+        self.takes_tokens: set[str] = set()
 
     def facts(self) -> StageFacts:
         """Return what was read."""
-        missing = self.expected - {layer.name for layer in self.layers}
-        if missing:
-            self.problems.add("pp.unused", f"its layers {', '.join(sorted(missing)[:3])} do not run")
-        body = _around(self.model, [layer.name for layer in self.layers])
+        if len(self.layers) > 1 and len(self.uncut) == len(self.layers) - 1:
+            for why in dict.fromkeys(self.uncut.values()):
+                self.problems.add("pp.reads_more", why)
+        body = _around([layer.name for layer in self.layers], self.takes_tokens)
         for name, sides in self.used.items():
             owner = holder_of(name)
             if owner in ("", body) or inside(body, owner):
@@ -124,23 +144,21 @@ class _StageTracer(Tracer):
             Refusal("pp.ends", f"module {name!r} runs before the first layer and returns no tensor") for name in opaque
         ]
         tied = {name for name, sides in self.used.items() if {"first", "last"} <= sides}
-        for name in (facts.name for facts in leading):
-            own = {self.first_names[parameter] for parameter in self.first_names if inside(parameter, name)}
-            if own & tied and (len(own) > 1 or not all(inside(parameter, name) for parameter in own)):
+        ends = [*(facts.name for facts in leading), *trailing]
+        for name in sorted(tied):
+            if not within(holder_of(name), ends):
                 self.problems.add(
-                    "pp.ends", f"module {name!r} has a matrix that runs after the last layer too, and other parameters"
+                    "pp.ends", f"{name!r} runs before the first layer and after the last, and is in no module there"
                 )
         both = {facts.name for facts in leading} & set(trailing)
         self.problems += [
             Refusal("pp.ends", f"module {name!r} runs before the first layer and after the last") for name in sorted(both)
         ]
-        idle = sorted(
-            name
-            for name in set(self.first_names.values())
-            if name not in self.used and not any(inside(name, layer) for layer in self.expected)
-        )
-        if idle:
-            self.problems.add("pp.unused", f"parameter {idle[0]!r} is used by no stage ({len(idle)} such parameters)")
+        firsts = sorted(set(self.first_names.values()))
+        unused = [name for name in firsts if name not in self.used and not within(name, self.expected)]
+        idle = self._idle(unused)
+        idle = (*idle, *(name for name in unused if not within(name, idle)))
+        self.used |= {name: {"first"} for name in unused}
         used = {name: tuple(side for side in ("first", "last") if side in sides) for name, sides in self.used.items()}
         return StageFacts(
             tuple(self.layers),
@@ -150,7 +168,25 @@ class _StageTracer(Tracer):
             used,
             0 if self.hidden is None else self.hidden.shape[-1],
             tuple(dict.fromkeys(self.problems)),
+            tuple(name for name, after in dict.fromkeys(self.calls) if after and self._plain_and_last(name)),
+            idle,
+            () if self.hidden is None else tuple(self.hidden.shape[2:-1]),
+            dict(sorted(self.uncut.items())),
         )
+
+    def _idle(self, unused: Collection[str]) -> tuple[str, ...]:
+        """Return the outermost modules that do not run and have parameters, all of which nobody uses."""
+        found: list[str] = []
+        for name, module in self.model.named_modules():
+            own = {self.first_names[f"{name}.{parameter}"] for parameter, _ in module.named_parameters()} if name else set()
+            if own and name not in self.ran and own <= {*unused} and not within(name, found):
+                found.append(name)
+        return tuple(found)
+
+    def _plain_and_last(self, name: str) -> bool:
+        """Return whether a module without parameters runs after the last layer alone."""
+        plain = not any(inside(parameter, name) for parameter in self.first_names)
+        return plain and (name, False) not in self.calls and name not in self.in_layers
 
     def calls_with_parameters(self) -> Iterator[str]:
         """Yield the names of the outermost modules outside of layers that ran and have parameters."""
@@ -162,7 +198,14 @@ class _StageTracer(Tracer):
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Note how a layer is called, and give it a hidden state that comes from nowhere."""
+        self.ran.add(name)
+        if "input_ids" in (given := signature(module.forward).parameters):
+            place = [*given].index("input_ids")
+            if kwargs.get("input_ids", args[place] if place < len(args) else None) is not None:
+                self.takes_tokens.add(name)
         if name not in self.expected:
+            if self.running is not None:
+                self.in_layers.add(name)
             return None
         if any(layer.name == name for layer in self.layers):
             self.problems.add("pp.twice", f"layer {name!r} runs twice in a forward")
@@ -178,8 +221,6 @@ class _StageTracer(Tracer):
             kwargs = {key: own if item is value else item for key, item in kwargs.items()}
         self.running = len(self.layers)
         self.layers.append(LayerFacts(name, (place, argument)))
-        for origins in self.origins.among(tensors_in((args, kwargs))):  # also what no operator reads here, such as indices
-            self._report(min(origins), name)
         return args, kwargs
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -191,26 +232,26 @@ class _StageTracer(Tracer):
         self.calls.append((name, bool(self.layers)))
         given, made = tensors_in((args, kwargs)), tensors_in(output)
         if not self.layers and given and made and made[0].ndim:
-            self.leading[name] = LeadingFacts(name, made[0].shape[-1], made[0].ndim == given[0].ndim + 1)
+            self.leading[name] = LeadingFacts(name, made[0].shape[-1], not given[0].is_floating_point())
         return None
 
     def _leave_layer(self, name: str, output: Any) -> Any:
         index, self.running = self.running, None
         assert index is not None
-        several = isinstance(output, tuple)
-        value = output[0] if several and output else output
+        several = isinstance(output, tuple | list)
+        value = first_of(output)
         if not isinstance(value, torch.Tensor):
             self.problems.add("pp.hidden_state", f"layer {name!r} returns {type(output).__name__}, and no hidden state first")
             return None
         self.layers[index] = LayerFacts(name, self.layers[index].argument, len(output) if several else 0)
         self.hidden = _fresh(value)
-        return (self.hidden, *output[1:]) if several else self.hidden
+        return with_first(output, self.hidden)
 
     # -- operators ---------------------------------------------------------------------------------------------------------
 
     def attention(self, call: Attention) -> None:
-        """An attention reads queries, keys and values."""
-        for tensors in ([call.key], [call.value], [call.value, call.query]):
+        """An attention reads queries, keys and values, and whatever else it is given."""
+        for tensors in ([call.key], [call.value], [call.value, call.query], tensors_in((call.mask, call.options))):
             self._computed(tensors, [call.output], call.module)
 
     def operator(self, operator: Operator) -> None:
@@ -245,7 +286,14 @@ class _StageTracer(Tracer):
     def _report(self, origin: int, module: str) -> None:
         reader = f"{module or 'the model'!r}" if self.running is None else f"layer {self.layers[self.running].name!r}"
         source = "what runs before the first layer" if origin == _BEFORE else f"layer {self.layers[origin].name!r}"
-        self.problems.add("pp.reads_more", f"{reader} reads more than its hidden state of {source}")
+        if (reader, source) not in self.reported:
+            self.reported.add((reader, source))
+            why = f"{reader} reads more than its hidden state of {source}{place_now()}"
+            if self.running is not None and origin != _BEFORE:
+                for index in range(origin + 1, self.running + 1):
+                    self.uncut.setdefault(index, why)
+            else:
+                self.problems.add("pp.reads_more", why)
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,11 +301,11 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _around(model: nn.Module, layers: Sequence[str]) -> str:
-    """Return the innermost module around some modules that is called with tokens."""
+def _around(layers: Sequence[str], takes_tokens: Collection[str]) -> str:
+    """Return the innermost module around some layers among those that are called with tokens; the root if there is none."""
     parts = [holder_of(name).split(".") for name in layers]
     shared = list(takewhile(lambda items: len(set(items)) == 1, zip(*parts, strict=False)))
     name = ".".join(items[0] for items in shared)
-    while name and "input_ids" not in signature(model.get_submodule(name).forward).parameters:
+    while name and name not in takes_tokens:
         name = holder_of(name)
     return name

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.reading.model_code import place_of_error
 from meshwright.models.reading.traced_tensors import meta_positions, meta_tensors, prime_length, tensors_in
 from meshwright.plan.given.hidden_argument import HIDDEN, value_of
 from meshwright.plan.given.names import match_names
@@ -273,8 +274,9 @@ def first_that_runs(attempt: Callable[[Any], Any], devices: Sequence[str | None]
         try:
             return attempt(device), ""
         except Exception as error:  # whatever a model does with tensors that have no values
-            reasons.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}")
-    return None, reasons[0]
+            reasons.append(f"{type(error).__name__}{place_of_error(error)}: {str(error).strip().partition(chr(10))[0][:200]}")
+    # That a mask is on another device than the model is no reason of the model's own.
+    return None, next((reason for reason in reasons if "on device" not in reason), reasons[0])
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class LeadingFacts:
     Attributes:
         name: name of the module in the model.
         features: size of the last dimension of its output.
-        lookup: whether the output has one dimension more than the input, as that of an embedding.
+        lookup: whether it looks rows up for numbers, as an embedding does, so that the output has one dimension more.
     """
 
     name: str
@@ -41,14 +41,21 @@ class StageFacts:
     """Where a model can be cut into stages.
 
     Attributes:
-        layers: its layers, in the order in which they run.
+        layers: its layers, in the order in which they run, without those that do not.
         leading: modules with parameters that run before the first layer; the first stage has them.
         trailing: modules with parameters that run after the last layer; the last stage has them.
         body: the innermost module around all layers that is called with tokens. Stages but the last call it, not the
             model around it.
-        used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both.
+        used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both. What no side
+            uses is with the first.
         hidden: size of the last dimension of the hidden state.
+        uncut: indices of layers before which the model cannot be cut, to why: a layer reads more of an earlier one than its
+            hidden state, such as the tokens that it chose.
+        streams: sizes of its dimensions between positions and features, such as the number of residual streams.
         problems: why the model cannot be cut.
+        after: modules without parameters that run after the last layer alone.
+        idle: the outermost modules with parameters that do not run, such as an image tower in training on text, and other
+            parameters that nobody uses.
     """
 
     layers: tuple[LayerFacts, ...] = ()
@@ -58,3 +65,7 @@ class StageFacts:
     used: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hidden: int = 0
     problems: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    streams: tuple[int, ...] = ()
+    uncut: Mapping[int, str] = field(default_factory=dict)

@@ -10,7 +10,17 @@ from torch import nn
 
 from meshwright.errors import PlanError
 
-__all__ = ["HIDDEN", "Argument", "forward_of", "hidden_argument", "place_of", "value_of", "with_argument"]
+__all__ = [
+    "HIDDEN",
+    "Argument",
+    "first_of",
+    "forward_of",
+    "hidden_argument",
+    "place_of",
+    "value_of",
+    "with_argument",
+    "with_first",
+]
 
 HIDDEN = "hidden_states"
 """Name that the models of transformers give to the hidden state among the arguments of a module."""
@@ -85,11 +95,27 @@ def value_of(argument: Argument, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return kwargs[place] if isinstance(place, str) else args[place]
 
 
+def first_of(output: Any) -> Any:
+    """Return the hidden state that a module returns: its output, or the first item of a tuple or list."""
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def with_first(output: Any, hidden: Any) -> Any:
+    """Return what a module returns with another hidden state."""
+    if isinstance(output, list) and output:
+        return [hidden, *output[1:]]
+    return (hidden, *output[1:]) if isinstance(output, tuple) and output else hidden
+
+
 def with_argument(
     argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any], module: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with one of them changed. For the parameters and errors see :func:`place_of`."""
-    place = place_of(argument, args, kwargs, module)
-    if isinstance(place, str):
-        return args, {**kwargs, place: change(kwargs[place])}
-    return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    """Return the arguments of a call with one of them changed, and with it those that are the same tensor: some attentions are
+    given their input as queries, keys and values. For the parameters and errors see :func:`place_of`.
+    """
+    value = value_of(argument, args, kwargs, module)
+    changed = change(value)
+    return (
+        tuple(changed if item is value else item for item in args),
+        {name: changed if item is value else item for name, item in kwargs.items()},
+    )

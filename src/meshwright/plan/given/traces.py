@@ -9,7 +9,7 @@ from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.update.matrices import Apart
 
-__all__ = ["HeadFacts", "RegionFacts", "Traces"]
+__all__ = ["HeadFacts", "RegionFacts", "Span", "Traces"]
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,40 @@ class HeadFacts:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A part of a layer that gets the whole sequence and gives a slice back, and is not one module.
+
+    Attributes:
+        entries: the modules whose hidden state is all-gathered: the first matrices of a pair, or what is around them.
+        exit: the second matrix of the pair, whose output becomes a slice again.
+        parameters: names of the parameters that are used in it.
+        inner: the modules that run in it, and get something of the whole sequence.
+        flat: whether the rows of a batch are one dimension in it, [rows x positions, features].
+    """
+
+    entries: tuple[str, ...]
+    exit: str
+    parameters: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    flat: bool = False
+
+
+@dataclass(frozen=True)
 class RegionFacts:
     """Where the residual stream of a model can be shared by ranks that each have a slice of the sequence.
 
     Attributes:
         regions: names of the modules of layers that need the whole sequence or are sliced: attention, MLP, experts.
-        tokenwise: names of the modules after the layers that process each token alone, in the order in which they run.
+        tokenwise: names of the modules after the layers that process each token alone, in the order in which they run. The last
+            gives the whole sequence to what follows; if there is none, the last layer does.
         with_residual: names of the regions whose output has a part that passed no matrix of theirs, such as a residual inside
             an MLP. If they were split over features, that part would be added once for each rank.
         problem: why the stream cannot be shared; empty: it can.
         problem_in_stages: why it cannot be shared where the model is cut into stages; empty: it can.
+        layers: the layers that run, in this order.
+        spans: what gets the whole sequence and is no module of its own.
+        on_slices: where there are spans, the parameters in layers that are used on slices.
+        flat: the regions that return the rows of a batch as one dimension, [rows x positions, features].
     """
 
     regions: tuple[str, ...] = ()
@@ -45,6 +69,10 @@ class RegionFacts:
     with_residual: tuple[str, ...] = ()
     problem: str = ""
     problem_in_stages: str = ""
+    layers: tuple[str, ...] = ()
+    spans: tuple[Span, ...] = ()
+    on_slices: tuple[str, ...] = ()
+    flat: tuple[str, ...] = ()
 
 
 class Traces:

@@ -12,7 +12,7 @@ __all__ = ["describe", "read_action", "read_row", "read_tuples", "values_of"]
 
 _ROW_DEFAULTS: dict[str, Any] = {
     "entry": Move.NONE, "exit": Move.NONE, "sums": (), "token_axis": "", "causal": True, "window": None, "recompute": False,
-    "output_dtype": None,
+    "output_dtype": None, "flat": False,
 }  # fmt: skip
 """Values of rows that are not shown with an action."""
 

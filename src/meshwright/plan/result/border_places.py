@@ -15,8 +15,9 @@ from torch import nn
 from meshwright.layout import AXES
 from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.axes.tensor.styles import FIRST, INNER, SECOND, SPAN
 from meshwright.plan.given.names import holder_of, inside, within
-from meshwright.plan.result.sharding_plan import ADDED, ShardingPlan, UnitRow
+from meshwright.plan.result.sharding_plan import ADDED, ShardingPlan, TensorParallelRow, UnitRow
 
 __all__ = ["Portion", "Side", "borders", "first_microbatch", "portion_of_rank", "tokens_of_units"]
 
@@ -52,7 +53,7 @@ def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
     """
     layers = set(plan.layers)
     wanted = layers | {unit.name for unit in plan.units}
-    wanted |= {row.module for row in plan.tensor_parallel if row.style == "region"}
+    wanted |= {row.module for row in plan.tensor_parallel if row.style in ("region", *SPAN)}
     wanted |= {name for row in plan.experts for name in (row.module, row.router)}
     added = [unit.name for unit in plan.units if unit.kind == ADDED]
     names = []
@@ -117,7 +118,8 @@ def portion_of_rank(
     if ranks == 1:
         return everything
     own = next((row for row in plan.tensor_parallel if row.module == module), None)
-    around = next((row for row in plan.tensor_parallel if row.style == "region" and inside(module, row.module)), None)
+    begins = [row for row in plan.tensor_parallel if row.style in ("region", *SPAN)]
+    around = next((row for row in begins if inside(module, row.module)), None)
     if around is not None:
         return everything if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
     if own is not None and side is Side.OUTPUT and own.exit is Move.VOCABULARY:
@@ -126,6 +128,8 @@ def portion_of_rank(
         return replace(everything, words=range(begin, min(begin + width, features)))
     if not plan.options.sequence_parallel:
         return everything
+    if own is not None and (place := _in_span(own, side)):
+        return everything if place == "on_whole" else None
     # The residual stream is split where it enters the first layer, and all-gathered where it leaves the last norm.
     cut = own is not None and side is Side.INPUT and own.entry is Move.SPLIT_SEQUENCE
     joined = own is not None and side is Side.OUTPUT and own.exit is Move.GATHER_SEQUENCE_WHOLE
@@ -134,6 +138,17 @@ def portion_of_rank(
         return everything
     share = length // cp // ranks
     return Portion(range(rows), _slice(everything.positions, coordinates["tp"] * share, share))
+
+
+def _in_span(row: TensorParallelRow, side: Side) -> str:
+    """Return ``on_parts`` or ``on_whole`` if a side of a module of a span is in the span; otherwise it is empty."""
+    if row.style in INNER:
+        return row.style
+    begins, ends = row.entry is not Move.NONE and side is Side.OUTPUT, row.exit is not Move.NONE and side is Side.INPUT
+    if row.style in SPAN:
+        return SPAN[row.style] if begins or ends else ""
+    first = row.style in FIRST and row.entry is Move.GATHER_SEQUENCE and begins
+    return "on_parts" if first or (row.style in SECOND and row.exit is Move.SCATTER_SEQUENCE and ends) else ""
 
 
 def _slice(pieces: tuple[range, ...], begin: int, count: int) -> tuple[range, ...]:

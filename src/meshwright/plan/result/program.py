@@ -54,9 +54,14 @@ class Cut:
         end: index after its last layer.
         leading: each module that runs before the first layer: its name, the features of its output, and whether it looks rows
             up. Later stages get zeros instead.
-        held: those of them that stay on the last stage, where another module uses their parameters.
+        held: parameters that modules before the first layer and after the last one share, by their first names. Both ends have
+            them under these names, whatever stands for the module there.
         trailing: modules that run after the last layer. Earlier stages pass their input on.
         features: size of the last dimension of the hidden state.
+        after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
+        idle: modules that do not run, such as an image tower in training on text, and parameters that nobody uses. The first
+            stage has them.
+        streams: sizes of what the hidden state has between positions and features, such as the number of residual streams.
     """
 
     body: str
@@ -67,6 +72,9 @@ class Cut:
     held: tuple[str, ...] = ()
     trailing: tuple[str, ...] = ()
     features: int = 0
+    after: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    streams: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class Compute(_OnModule[TensorParallelRow]):
         axis: mesh axis.
     """
 
-    SHOWN: ClassVar = "module kernel entry exit argument sums parts features bias padding axis"
+    SHOWN: ClassVar = "module kernel entry exit argument sums parts features bias padding axis flat"
 
     row: TensorParallelRow
     kernel: Kernel = Kernel.OWN

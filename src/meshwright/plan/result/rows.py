@@ -171,14 +171,17 @@ class TensorParallelRow:
     Attributes:
         module: name of the module.
         style: a style of transformers, or one that the resolver derives (:data:`~meshwright.plan.axes.tensor.styles.DERIVED`),
-            or one of four that have no slices of their own: ``region``, ``adapted`` (around a matrix and its adapter),
-            ``stack`` (the first layer, and layers with parameters of their own) and ``sequence_parallel``.
+            or one that has no slices of its own: ``region``, ``adapted`` (around a matrix and its adapter), ``stack`` (the
+            first layer, and layers with parameters of their own), ``sequence_parallel``; ``span`` and ``whole_span`` (where the
+            whole sequence is needed from one module to another), with ``on_parts`` and ``on_whole`` for what is in them.
         entry: move of its input.
         exit: move of its output.
         sums: its own parameters that every rank stores whole and uses in part, so that their gradients are summed over ``tp``.
         parts: sizes of the matrices in a fused one (``fused_colwise``, ``adapted``), the number of all key/value heads
             (``grouped_colwise``), or the numbers of query heads and key/value heads on a rank (``region``).
         features: number of features that enter, and of those that leave, over all ranks.
+        flat: whether the rows of a batch are one dimension, [rows x positions, features], in what it returns. So they are in
+            what it takes, too, where that has no dimension of rows.
     """
 
     module: str
@@ -188,6 +191,7 @@ class TensorParallelRow:
     sums: tuple[str, ...] = ()
     parts: tuple[int, ...] = ()
     features: tuple[int, int] = (0, 0)
+    flat: bool = False
 
     @property
     def name(self) -> str:

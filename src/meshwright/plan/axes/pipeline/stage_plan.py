@@ -44,9 +44,12 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
         begin,
         end,
         tuple((module.name, module.features, module.lookup) for module in facts.leading),
-        tuple(module.name for module in facts.leading if any(within(name, [module.name]) for name in tied)),
+        tuple(tied),
         facts.trailing,
         facts.hidden,
+        facts.after,
+        facts.idle,
+        facts.streams,
     )
 
 
@@ -81,6 +84,18 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
             f"{number_of(len(layers), 'stage')}",
         )
     cuts = options.pipeline_cuts
+    legal = tuple(index for index in range(1, len(layers)) if index not in facts.uncut)
+    if problems:
+        pass
+    elif count - 1 > len(legal):
+        why = "; ".join(dict.fromkeys(facts.uncut.values()))
+        problems.add(
+            "pp.reads_more",
+            f"pp={pp}, stages_per_rank={each}: {number_of(count, 'stage')}, but the model can be cut before "
+            f"{number_of(len(legal), 'layer')} only ({why})",
+        )
+    elif inside := [cut for cut in cuts if cut in facts.uncut]:
+        problems.add("pp.cuts", f"pipeline_cuts={list(cuts)}: {facts.uncut[inside[0]]}; legal are {', '.join(map(str, legal))}")
     if cuts and (len(cuts) != count - 1 or list(cuts) != sorted({*cuts} & {*range(1, len(layers))})):
         problems.add(
             "pp.cuts",
@@ -89,7 +104,7 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
     if draft.problems or problems:
         return Found(none, problems)
     costs, sizes = _costs(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
-    begins = (0, *(cuts or _least(tuple(costs), tuple(sizes), count)))
+    begins = (0, *(cuts or _least(tuple(costs), tuple(sizes), count, legal)))
     total = sum(costs)
     rows = tuple(
         StageRow(index, _rank_of(index, pp, schedule), tuple(layers[begin:end]), sum(costs[begin:end]) / total)
@@ -178,8 +193,15 @@ def _costs(
 
 
 @lru_cache(maxsize=256)  # many layouts of a model have the same stages
-def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements."""
+def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int, legal: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements.
+
+    Args:
+        costs: the cost of each layer.
+        sizes: its elements.
+        stages: number of stages.
+        legal: the layers before which the model can be cut.
+    """
     count = len(costs)
     cost_before, size_before = list(accumulate(costs, initial=0.0)), list(accumulate(sizes, initial=0))
 
@@ -188,7 +210,7 @@ def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int) -> tup
         if left == 1:
             return (cost_before[-1] - cost_before[begin], size_before[-1] - size_before[begin]), ()
         options = []
-        for end in range(begin + 1, count - left + 2):
+        for end in (index for index in legal if begin < index < count - left + 2):
             (cost, size), cuts = best(end, left - 1)
             own = cost_before[end] - cost_before[begin], size_before[end] - size_before[begin]
             largest = (max(cost, own[0]), max(size, own[1]))
@@ -219,7 +241,7 @@ def elsewhere(plan: ShardingPlan, stages: Collection[int]) -> tuple[str, ...]:
         return ()
     last = len(plan.stages) - 1
     names = [layer for row in plan.stages if row.index not in stages for layer in row.layers]
-    names += [name for name, *_ in cut.leading if 0 not in stages]
+    names += [name for name in (*(module for module, *_ in cut.leading), *cut.idle) if 0 not in stages]
     return (*names, *(cut.trailing if last not in stages else ()))
 
 
@@ -237,7 +259,8 @@ def stages_with(plan: ShardingPlan, name: str) -> tuple[int, ...]:
             return parameter.stages
     cut = next(action for action in plan.program if isinstance(action, Cut))
     last = len(plan.stages) - 1
-    leading, trailing = within(name, [module for module, *_ in cut.leading]), within(name, cut.trailing)
+    leading = within(name, [*(module for module, *_ in cut.leading), *cut.idle])
+    trailing = within(name, cut.trailing)
     inside = [row.index for row in plan.stages if within(name, row.layers)]
     return tuple(dict.fromkeys([*([0] if leading else []), *inside, *([last] if trailing else [])]))
 
@@ -265,11 +288,11 @@ def stages_of_rank(plan: ShardingPlan, rank: int) -> tuple[int, ...]:
     return tuple(row.index for row in plan.stages if row.rank == rank) or (0,)
 
 
-def crossing_shape(plan: ShardingPlan, rows: int, length: int) -> tuple[int, int, int]:
+def crossing_shape(plan: ShardingPlan, rows: int, length: int) -> tuple[int, ...]:
     """Return the shape of the hidden state that a rank sends at a cut, for some rows of whole sequences.
 
     With sequence parallel, each rank of `tp` sends its slice of the sequence.
     """
     cut = next(action for action in plan.program if isinstance(action, Cut))
     slices = plan.layout.size("cp") * (plan.layout.size("tp") if plan.options.sequence_parallel else 1)
-    return (rows, length // slices, cut.features)
+    return (rows, length // slices, *cut.streams, cut.features)

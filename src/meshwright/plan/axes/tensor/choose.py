@@ -11,14 +11,16 @@ from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
 from meshwright.plan.axes.tensor.given_styles import load_styles
-from meshwright.plan.axes.tensor.modules import SlicedModel, module_rows
+from meshwright.plan.axes.tensor.modules import module_rows
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
-from meshwright.plan.axes.tensor.styles import FIRST, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
+from meshwright.plan.axes.tensor.sliced_model import SlicedModel
+from meshwright.plan.axes.tensor.styles import FIRST, INNER, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
 from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
 from meshwright.plan.given.names import generalize, match_names
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import Structure
+from meshwright.plan.given.traces import RegionFacts
 from meshwright.plan.result.program import Action, Assign, Compute, Slice
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow
 
@@ -59,8 +61,8 @@ def resolve_tensor_parallel(draft: Draft) -> Found[TensorParallel]:
     rows: dict[str, TensorParallelRow] = {}
     adapter_styles: dict[str, str] = {}
     if not (draft.problems or problems):
-        known, with_residual = _structure(draft)
-        rows, adapter_styles, found = module_rows(SlicedModel(draft, known, assigned, with_residual), traced=level == "derived")
+        known, facts = _structure(draft)
+        rows, adapter_styles, found = module_rows(SlicedModel(draft, known, assigned, facts), traced=level == "derived")
         problems += found
     problems += [undivided("tp", tp, count, noun) for noun, count in structure.divisible if count % tp]
     parameter_styles = {**assigned.parameters, **adapter_styles}
@@ -71,12 +73,11 @@ def resolve_tensor_parallel(draft: Draft) -> Found[TensorParallel]:
     return Found(TensorParallel(level, (*passed_over, *left_whole), measured, parameter_styles, draft.pairs), problems)
 
 
-def _structure(draft: Draft) -> tuple[Structure, tuple[str, ...] | None]:
+def _structure(draft: Draft) -> tuple[Structure, RegionFacts | None]:
     """Return the inside of the layers: if sequence parallel needs regions that the spec does not name, those of a trace.
 
     Returns:
-        It, and those regions of a trace that cannot be split over features; ``None``: the spec names the regions, or none are
-        needed.
+        It, and what the trace found; ``None``: the spec names the regions, or none are needed.
     """
     known = draft.structure
     asked = draft.options.sequence_parallel and not known.regions and not known.no_sequence_parallel
@@ -84,7 +85,7 @@ def _structure(draft: Draft) -> tuple[Structure, tuple[str, ...] | None]:
     if found is None:
         return known, None
     problem = found.problem or (found.problem_in_stages if draft.layout.size("pp") > 1 else "")
-    return replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem), found.with_residual
+    return replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem), found
 
 
 def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
@@ -97,7 +98,8 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
     for row in plan.tensor_parallel:
         if row.style == "region" and row.parts:
             yield from _own_heads(draft, row.module, *row.parts)
-        yield _compute(draft, row)
+        if row.style not in INNER:
+            yield _compute(draft, row)
     if plan.tp_level == "derived":
         yield from _own_counts(draft.tensor.pairs, plan)
 

@@ -15,102 +15,22 @@ the sequence, so that norms and residuals are computed, and their activations st
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 
 from meshwright.errors import Problems, Refusal, coded
-from meshwright.plan.axes.tensor.assignment import Assignment
 from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.axes.tensor.sliced_model import SlicedModel
+from meshwright.plan.axes.tensor.spans_of_layers import misfits, rows_of_span
 from meshwright.plan.axes.tensor.style_checks import slices_nobody_computes, style_problems
-from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, HEAD, PARTIAL, SECOND, STYLES
+from meshwright.plan.axes.tensor.styles import DERIVED, HEAD, PARTIAL, STYLES
 from meshwright.plan.axes.tensor.with_adapters import adapted_rows, small_of_experts, styles_of_experts
-from meshwright.plan.draft import Draft
-from meshwright.plan.given.names import holder_of, inside, match_names, within
-from meshwright.plan.given.spec import Structure
+from meshwright.plan.given.names import holder_of, match_names, within
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
-__all__ = ["SlicedModel", "module_rows"]
+__all__ = ["module_rows"]
 
 Rows = dict[str, TensorParallelRow]
 """The rows of modules, by name."""
-
-
-@dataclass(frozen=True)
-class SlicedModel:
-    """A model with styles, and what follows from them before any module has a row.
-
-    Attributes:
-        draft: the draft of the plan.
-        structure: the inside of its layers, as the spec declares it or a trace shows it.
-        styles: the styles by name.
-        with_residual: where regions come from a trace, those that cannot be split over features; otherwise ``None``.
-    """
-
-    draft: Draft
-    structure: Structure
-    styles: Assignment
-    with_residual: tuple[str, ...] | None = None
-
-    @property
-    def tp(self) -> int:
-        """The number of ranks that share the slices."""
-        return self.draft.layout.size("tp")
-
-    @property
-    def sequence(self) -> bool:
-        """Whether the ranks share the sequence between regions."""
-        return self.draft.options.sequence_parallel
-
-    @cached_property
-    def layers(self) -> list[str]:
-        """Names of the layers."""
-        return self.draft.matched(self.draft.spec.layers)
-
-    @cached_property
-    def regions(self) -> dict[str, str]:
-        """The kind of each region, by name: ``split``, ``partial`` or ``whole``."""
-        return {region: self._kind(region) for region in self.draft.matched(self.structure.regions)}
-
-    @cached_property
-    def logits_can_stay_sharded(self) -> bool:
-        """Whether the style of the output head slices the vocabulary."""
-        head = self.structure.head or ""
-        return self.styles.modules.get(head) in HEAD and head not in self.draft.model.adapters
-
-    @property
-    def shards_logits(self) -> bool:
-        """Whether logits stay sharded. ``None`` in the options means: if possible."""
-        return self.logits_can_stay_sharded and self.draft.options.loss_parallel is not False
-
-    def own(self, name: str) -> tuple[str, ...]:
-        """Return the names of a module's own parameters."""
-        return tuple(self.draft.model.modules[name].parameters)
-
-    def region_around(self, name: str) -> str:
-        """Return the kind of the region that a module is inside of; empty: of none."""
-        return next((kind for region, kind in self.regions.items() if inside(name, region)), "")
-
-    def heads_of(self, region: str) -> tuple[int, ...]:
-        """Return the query heads and key/value heads that a rank computes, if the module cannot tell them from shapes."""
-        sizes, styles = self.draft.model.sizes, {self.styles.modules.get(name) for name in self.draft.model.inside(region)}
-        patterns = (*self.structure.kv_projections, *self.structure.fused)
-        is_attention = any(inside(name, region) for name in self.draft.matched(patterns))
-        if not is_attention or not styles & {"grouped_colwise", "fused_colwise"} or not sizes.heads:
-            return ()
-        return sizes.heads // self.tp, max(1, (sizes.kv_heads or sizes.heads) // self.tp)
-
-    def _kind(self, region: str) -> str:
-        inner = self.draft.model.inside(region)
-        styled = {name: self.styles.modules[name] for name in inner if name in self.styles.modules}
-        styles = set(styled.values())
-        if self.with_residual is not None and (region in self.with_residual or "moe_tp_experts" in styles):
-            return "whole"  # a trace does not show that all that is beside the experts is a partial sum too
-        if "moe_tp_experts" in styles:
-            return "partial"
-        plain = styles <= FIRST | SECOND | {"replicated_with_grad_allreduce"}
-        unsliced = any(self.own(name) and not within(name, styled) for name in inner)
-        unsliced = unsliced or any(f"{region}.{own}" not in self.styles.parameters for own in self.own(region))
-        return "split" if plain and styles & FIRST and styles & SECOND and not unsliced else "whole"
 
 
 def module_rows(model: SlicedModel, *, traced: bool) -> tuple[Rows, dict[str, str], Problems]:
@@ -141,7 +61,7 @@ def module_rows(model: SlicedModel, *, traced: bool) -> tuple[Rows, dict[str, st
             parameter_styles |= adapter_styles
             problems += found
     if model.sequence:
-        sequence_rows, found = _sequence_rows(model)
+        sequence_rows, found = _sequence_rows(model, rows)
         rows |= sequence_rows
         problems += found
     for name, style in styles.modules.items():
@@ -159,12 +79,13 @@ def _sequence_problems(model: SlicedModel) -> Iterable[Refusal]:
     family, structure = model.draft.spec.family, model.structure
     if structure.no_sequence_parallel:
         why = coded(structure.no_sequence_parallel, "sp.module")
-    elif not structure.regions or not model.draft.matched(structure.tokenwise):
+    elif not model.traced and (not structure.regions or not model.draft.matched(structure.tokenwise)):
         text = f"the spec of {family} does not say which modules need the whole sequence (ParallelSpec.structure)"
         why = Refusal("sp.structure", text)
-    elif len({holder_of(name) for name in model.layers}) != 1:
+    elif len({holder_of(name) for name in model.stream}) != 1:
         why = Refusal("sp.stacks", f"{family} has more than one stack of layers")
     else:
+        yield from misfits(model.spans, model.styles.modules)
         return
     yield why.within("sequence_parallel=True: ", "; the legal value is False")
 
@@ -201,12 +122,16 @@ def _region_rows(model: SlicedModel) -> tuple[Rows, Problems]:
             continue
         entry, exit_ = _REGION_MOVES[kind, model.sequence]
         sums = model.own(region) if kind == "partial" else ()
-        rows[region] = TensorParallelRow(region, "region", entry, exit_, sums, model.heads_of(region))
+        flat = model.traced is not None and region in model.traced.flat
+        rows[region] = TensorParallelRow(region, "region", entry, exit_, sums, model.heads_of(region), flat=flat)
         for name in model.draft.model.inside(region) if kind == "partial" else ():
             if styles.get(name, "replicate") == "replicate" and not model.draft.model.in_adapter(name):
                 problems += _problems_beside_experts(model, name)
                 if sums := model.own(name):  # a router, where each rank has a partial sum of its gradient
                     rows[name] = TensorParallelRow(name, "router", exit=Move.COUNT_ONCE, sums=sums)
+    for span, kind in model.spans.items():
+        heads = model.heads_of(span.entries[0]) if kind == "split" else ()
+        rows |= {row.module: row for row in rows_of_span(span, kind, styles, model.stream, heads)}
     for name, style in styles.items():
         holder = holder_of(name)
         if style == "grouped_colwise" and not model.region_around(name) and (heads := model.heads_of(holder)):
@@ -237,13 +162,16 @@ def _style_rows(model: SlicedModel, name: str, style: str) -> tuple[list[TensorP
         entry = Move.NONE if entry is Move.ENTER else entry
         if exit_ is Move.LEAVE:
             exit_ = Move.NONE if region == "partial" else Move.SCATTER_SEQUENCE if model.sequence else Move.LEAVE
+    if region == "split" and any(name in span.entries for span in model.spans):
+        entry = Move.GATHER_SEQUENCE
     if name == model.structure.head and style in HEAD:
         exit_ = Move.VOCABULARY if model.shards_logits else Move.GATHER_FEATURES
     parts, problems = _parts(model, name, style)
     if name in facts.adapters:
         rows, adapter_styles, found = adapted_rows(facts, model.tp, name, style, entry, exit_, parts)
         return rows, adapter_styles, Problems([*problems, *found])
-    return [TensorParallelRow(name, style, entry, exit_, _sums(model, name, style, exit_), parts)], {}, problems
+    flat = any(span.flat and name in (*span.entries, span.exit) for span in model.spans)
+    return [TensorParallelRow(name, style, entry, exit_, _sums(model, name, style, exit_), parts, flat=flat)], {}, problems
 
 
 def _sums(model: SlicedModel, name: str, style: str, exit_: Move) -> tuple[str, ...]:
@@ -290,18 +218,34 @@ def _shared_keys(model: SlicedModel, name: str) -> int:
 # -- rows of sequence parallel -----------------------------------------------------------------------------------------------
 
 
-def _sequence_rows(model: SlicedModel) -> tuple[Rows, Problems]:
-    """Return the rows of the modules outside of regions, which process slices of the sequence."""
+def _sequence_rows(model: SlicedModel, known: Rows) -> tuple[Rows, Problems]:
+    """Return the rows of the modules outside of regions, which process slices of the sequence.
+
+    Args:
+        model: the model.
+        known: the rows of the other modules. One of these may have a parameter that is used on slices.
+    """
     problems, facts = Problems(), model.draft.model
-    rows = {layer: TensorParallelRow(layer, "stack", sums=own) for layer in model.layers if (own := model.own(layer))}
-    first = model.layers[0]
-    rows[first] = TensorParallelRow(first, "stack", Move.SPLIT_SEQUENCE, sums=model.own(first))
-    on_stream = [name for layer in model.layers for name in facts.inside(layer) if not within(name, model.regions)]
+    on_slices = {*model.traced.on_slices} if model.spans and model.traced else None
+
+    def sums(name: str) -> tuple[str, ...]:
+        return tuple(own for own in model.own(name) if on_slices is None or f"{name}.{own}" in on_slices)
+
+    rows = {layer: TensorParallelRow(layer, "stack", sums=own) for layer in model.stream if (own := sums(layer))}
+    first, final = model.stream[0], model.stream[-1]
+    rows[first] = TensorParallelRow(first, "stack", Move.SPLIT_SEQUENCE, sums=sums(first))
+    on_stream = [name for layer in model.stream for name in facts.inside(layer) if not within(name, model.regions)]
     after = model.draft.matched(model.structure.tokenwise)
+    if not after:
+        last_row = rows.get(final, TensorParallelRow(final, "stack"))
+        rows[final] = replace(last_row, exit=Move.GATHER_SEQUENCE_WHOLE)
     for name in [*on_stream, *after]:
         # After the last norm the hidden state is whole again, for the head and for everything else that uses it.
-        last, own = name == after[-1], model.own(name)
+        last, own = name in after[-1:], model.own(name) if name in after else sums(name)
         if not own and not last:
+            continue
+        if name in known and name not in model.styles.modules:  # it begins a region, and hands out a bias that is added later
+            rows[name] = replace(known[name], sums=(*known[name].sums, *own))
             continue
         if (style := model.styles.modules.get(name, "sequence_parallel")) != "sequence_parallel":
             problems.add(

@@ -13,8 +13,10 @@ __all__ = [
     "DERIVED",
     "FIRST",
     "HEAD",
+    "INNER",
     "PARTIAL",
     "SECOND",
+    "SPAN",
     "STYLES",
     "Style",
     "canonical",
@@ -82,6 +84,13 @@ SECOND = {"rowwise", "rowwise_transposed"}
 
 PARTIAL = {*SECOND, "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
 """Styles whose output is a partial sum on each rank."""
+
+SPAN = {"span": "on_parts", "whole_span": "on_whole"}
+"""Styles of the modules where a span begins and ends that have no slices of their own, to those of the modules in it: the ranks
+have slices of features and partial sums in a ``span``, and the same in a ``whole_span``."""
+
+INNER = set(SPAN.values())
+"""Styles of modules that compute as they are; they tell what a rank has there."""
 
 HEAD = {"colwise", "colwise_gather_output", "colwise_rep"}
 """Styles of an output head whose logits can stay sharded."""

@@ -1,0 +1,118 @@
+"""Models whose layers are not those of a Llama, over the slices of a sequence and over stages, and a bug of each mechanism."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maintain.cells import LAYOUTS
+from maintain.coverage import run_of
+from meshwright.audit.case import Case
+from meshwright.audit.causes.diagnose import Kind
+from meshwright.audit.conduct import Auditor
+from meshwright.audit.data import draw_documents
+from meshwright.audit.ranks import RankTrainer
+from meshwright.audit.ready import make_ready
+from meshwright.shrink.run import shrink
+from tests.audit import plants
+
+PLACES = {place.label: place for place in LAYOUTS}
+
+
+@cache
+def store_of(folder: Path, words: int) -> Path:
+    return draw_documents(words, 32, 200, 0, folder / f"documents-{words}").directory
+
+
+def case(folder: Path, model_type: str, label: str, packing: str = "pad") -> Case:
+    """The default config of a model type, shrunk."""
+    place = PLACES[label]
+    small, _, _ = shrink(run_of(model_type, place, folder, packing), place.world_size)
+    ready, _ = make_ready(small, "float64", 2, folder)
+    values = ready.model.config or {}
+    words = next((value for value in values.values() if isinstance(value, dict) and "vocab_size" in value), values)[
+        "vocab_size"
+    ]
+    return Case(ready, store_of(folder, words), 2)
+
+
+CELLS = [
+    ("bert", "tp 2 seq", "pad"),  # a span ends in another module; the last layer gives the whole sequence
+    ("opt", "tp 2 seq", "pad"),  # matrices in the layer itself, rows of a batch as one dimension
+    ("bert", "pp 2", "pad"),  # a matrix inside of the embeddings that the head uses
+    ("gemma3", "pp 2", "pack"),  # an image tower that does not run
+    *(
+        pytest.param(*cell, marks=pytest.mark.thorough)
+        for cell in [
+            ("bloom", "tp 2 seq x shard 2", "pad"),  # an attention that is computed whole, with the residual inside
+            ("gpt_neox_japanese", "tp 2 seq", "pack"),  # a bias that is handed out, and added to slices
+            ("nanochat", "pp 2 x tp 2 seq", "pack"),  # a norm before and after the layers
+            ("ctrl", "tp 2 seq", "pad"),  # one tensor as queries, keys and values
+            ("llama4_text", "tp 2 seq x shard 2", "pack"),  # a mixture that returns rows as one dimension
+            ("llama4_text", "cp 2 x tp 2 seq", "pack"),
+            ("nanochat", "cp 2 x tp 2 seq", "pack"),
+            ("bert", "pp 2 x tp 2 seq", "pad"),
+            ("opt", "tp 4 seq", "pad"),
+            ("bert", "pp 4", "pad"),
+            ("camembert", "pp 2 x tp 2", "pad"),  # the head is the first of the names
+            ("big_bird", "pp 2", "pad"),  # a pooled head beside the one that is trained
+            ("deepseek_v4", "pp 4", "pad"),  # several residual streams
+            ("falcon_h1", "pp 2 x shard 2", "pad"),  # a model that fills buffers of all its layers
+            ("mllama", "pp 2", "pack"),  # layers that do not run, among others
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_type", "label", "packing"), CELLS)
+def test_the_cell_of_a_mechanism(auditor: Auditor, folder: Path, model_type: str, label: str, packing: str) -> None:
+    report = auditor.audit(case(folder, model_type, label, packing), PLACES[label].world_size)
+    assert report.passed, report.findings
+    assert report.worst_gradient < 1e-12
+
+
+def span_begins_without_a_sum(trainer: RankTrainer) -> None:
+    """Each rank has the gradient of its own features alone: what entered the span gets half of it."""
+    plants.replanned(trainer, "span", entry=plants.Move.GATHER_SEQUENCE_WHOLE)
+
+
+def last_bias_not_summed(trainer: RankTrainer) -> None:
+    """It is added to slices, so that each rank has the gradient of its own tokens."""
+    plants.replanned(trainer, "rowwise", sums=())
+
+
+def stream_left_out(trainer: RankTrainer) -> None:
+    """The later stage gets the first residual stream in place of all of them."""
+    if (part := plants.part_with(trainer, 1)) is not None:
+        first = next(layer for layer in part.model.layers if any(True for _ in layer.parameters()))
+        first.register_forward_pre_hook(lambda module, args: (args[0][:, :, :1].expand_as(args[0]), *args[1:]))
+
+
+def tower_drawn_anew(trainer: RankTrainer) -> None:
+    """What does not run is on the first stage, with the values of one process."""
+    if (part := plants.part_with(trainer, 0)) is not None:
+        tower = next(own for name, own in part.named_parameters() if "vision_tower" in name)
+        with torch.no_grad():
+            tower.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("plant", "model_type", "label", "kind", "words"),
+    [
+        (span_begins_without_a_sum, "bert", "tp 2 seq", Kind.BACKWARD, "bert.encoder.layer"),
+        (last_bias_not_summed, "opt", "tp 2 seq", Kind.UNREDUCED, "model.decoder.layers"),
+        (plants.tied_gradients_not_added, "bert", "pp 2", Kind.UNREDUCED, "bert.embeddings.word_embeddings.weight"),
+        (tower_drawn_anew, "gemma3", "pp 2", Kind.VALUES, "vision_tower"),
+        pytest.param(stream_left_out, "deepseek_v4", "pp 2", Kind.FORWARD, "model.layers", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_bug_of_it_is_named(
+    auditor: Auditor, folder: Path, plant: Callable[..., Any], model_type: str, label: str, kind: Kind, words: str
+) -> None:
+    packing = "pack" if model_type == "gemma3" else "pad"
+    report = auditor.audit(case(folder, model_type, label, packing), PLACES[label].world_size, plants=[plant])
+    first = report.findings[0]
+    assert (first.kind, words in first.message) == (kind, True), [finding.message for finding in report.findings]
