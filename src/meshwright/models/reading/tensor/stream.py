@@ -137,7 +137,7 @@ class StreamTracer(Tracer):
         self.region = ""
         if hidden.ndim == 2 and hidden.shape[0] == self.whole:  # it got rows, and returns them as one dimension
             self.flat[name] = None
-            return with_first(output, self.resized(hidden[None], self.whole, self.part, name)[0])
+            return with_first(output, torch.empty((self.part, *hidden.shape[1:]), dtype=hidden.dtype, device="meta"))
         return with_first(output, self.resized(hidden, self.whole, self.part, name))
 
     def _normed(self, name: str, output: Any) -> Any:
