@@ -59,8 +59,7 @@ class Cut:
         trailing: modules that run after the last layer. Earlier stages pass their input on.
         features: size of the last dimension of the hidden state.
         after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
-        idle: modules that do not run, such as an image tower in training on text, and parameters that nobody uses. The first
-            stage has them.
+        idle: modules that do not run, such as an image tower, and parameters that nobody uses. The first stage has them.
         streams: sizes of what the hidden state has between positions and features, such as the number of residual streams.
     """
 
