@@ -156,9 +156,10 @@ class _StageTracer(Tracer):
         ]
         firsts = sorted(set(self.first_names.values()))
         unused = [name for name in firsts if name not in self.used and not within(name, self.expected)]
-        idle = self._idle(unused)
-        idle = (*idle, *(name for name in unused if not within(name, idle)))
-        self.used |= {name: {"first"} for name in unused}
+        at_the_end = {name for name in unused if within(name, trailing)}  # the last stage alone has these modules
+        idle = self._idle([name for name in unused if name not in at_the_end])
+        idle = (*idle, *(name for name in unused if name not in at_the_end and not within(name, idle)))
+        self.used |= {name: {"last" if name in at_the_end else "first"} for name in unused}
         used = {name: tuple(side for side in ("first", "last") if side in sides) for name, sides in self.used.items()}
         return StageFacts(
             tuple(self.layers),
