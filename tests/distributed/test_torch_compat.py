@@ -63,6 +63,8 @@ PYTHON = {
 }
 
 OPTIONAL = {
+    "paused": "of modes of our own",
+    "propagate_op_sharding_non_cached": "a method of DTensor that has no underscore, which a trace alone needs",
     "patch": "of torch._functorch.config, which torchao's compiled steps need",
     "set_timeout": "torch 2.14 and later; before it there is a private one",
     "_fsdp_param_groups": "torch 2.13 and later; before it there is one group",

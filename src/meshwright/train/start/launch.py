@@ -188,6 +188,7 @@ def _launch_local(
     from meshwright.distributed.process_group import end_openmp_threads
 
     if not debug:
+        logging.raiseExceptions = False  # a line of torch's log that a signal cuts is nothing to be told of
         for name in (
             "torch.distributed.elastic",
             "torch.distributed.launcher",
