@@ -215,3 +215,25 @@ class _Silent:
 
 def test_a_backend_that_tells_no_options_has_no_timeout() -> None:
     assert process_groups._timeout_of(_Silent()) is None  # type: ignore[arg-type]
+
+
+def test_modes_look_away_where_shapes_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 makes tensors of the whole shape for it, which are no memory and no work of a step."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    from meshwright.distributed._torch_compat.fake import without_propagation
+    from meshwright.trace.live import LiveBytes
+    from meshwright.trace.work import WorkCounter
+
+    live, work = LiveBytes(torch.nn.Linear(2, 2)), WorkCounter()
+    made: list[torch.Tensor] = []
+    looks = "propagate_op_sharding_non_cached"
+    monkeypatch.setattr(ShardingPropagator, looks, lambda propagator, schema: made.append(torch.ones(8, 8) + 1))
+    work.begin("step")
+    before = live.held
+    with live, work, without_propagation(live, work):
+        ShardingPropagator.propagate_op_sharding_non_cached(None, None)  # type: ignore[arg-type]
+        assert (live.held, work.moments["step"].total()) == (before, 0)
+        made.append(torch.ones(8, 8) + 1)
+    assert live.held > before
+    assert work.moments["step"].total() > 0

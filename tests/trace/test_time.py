@@ -14,7 +14,7 @@ from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.work import Work
 from meshwright.train.forecast import operations_of_step
 from meshwright.train.start.setup import RunSetup
-from tests.harness import run_ranks
+from tests.harness import ROTATIONS, run_ranks
 from tests.trace.test_memory import setup_of
 
 H100 = load_hardware("h100")
@@ -40,7 +40,7 @@ def test_the_work_of_a_dense_model(recomputation: str, forwards: int) -> None:
     head = config.vocab_size * config.hidden_size
     last, microbatches = config.hidden_size * config.intermediate_size, trace.microbatches
     forward = microbatches * 3 * 2 * layer * TOKENS
-    assert trace.work[FORWARD][Work.PRODUCTS_FP32] == pytest.approx(forward, rel=1e-3)  # rotations may be products
+    assert trace.work[FORWARD][Work.PRODUCTS_FP32] == pytest.approx(forward, rel=ROTATIONS)
     assert trace.work[LOSS][Work.PRODUCTS_FP32] == microbatches * 6 * head * TOKENS
     for name in setup.plan.layers:
         again = 2 * (forwards - 1) * (layer - last)  # torch stops before the last product, whose output nobody needs

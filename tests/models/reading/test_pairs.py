@@ -316,3 +316,15 @@ def test_a_matrix_that_is_stored_transposed_has_styles_of_its_own() -> None:
     ):
         with pytest.raises(PlanError, match=wanted):
             resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(tp_plan=styles), world_size=2)
+
+
+def test_a_trace_draws_the_same_numbers_each_time_and_leaves_the_generator() -> None:
+    """Some models draw on the host whether a layer is left out. A second trace, which tries the pairs, must compute the same."""
+    model = tiny_model("llama")
+    drawn: list[float] = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand((), device="cpu"))))
+    before = torch.get_rng_state()
+    trace_pairs(model, [f"model.layers.{index}" for index in range(len(model.model.layers))])
+    assert len(drawn) > 1
+    assert len(set(drawn)) == 1
+    assert torch.equal(torch.get_rng_state(), before)
