@@ -319,7 +319,7 @@ def test_a_matrix_that_is_stored_transposed_has_styles_of_its_own() -> None:
 
 
 def test_a_trace_draws_the_same_numbers_each_time_and_leaves_the_generator() -> None:
-    """Some models draw on the host whether a layer is left out. A second trace, which tries the pairs, must compute the same."""
+    """Some models draw on the host whether a layer is left out. A second trace tries what the first one found."""
     model = tiny_model("llama")
     drawn: list[float] = []
     model.model.layers[0].register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand((), device="cpu"))))
