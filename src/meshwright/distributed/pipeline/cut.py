@@ -3,7 +3,8 @@
 Names, numbers and types of layers stay, and the model's own forward computes masks and rotary embeddings for each stage. So
 specs, plans, checkpoints and files hold unchanged.
 
-What crosses a cut is what the last layer before it returns. Whatever the model does before its first layer (embeddings,
+What crosses a cut is what the last layer before it returns, and what later layers read beside it
+(:mod:`~meshwright.distributed.pipeline.crossing`). Whatever the model does before its first layer (embeddings,
 multipliers, learned positions) is the first stage's: on a later stage, what was received replaces what the forward made of
 zeros. Whatever it does after its last layer (norm, head, soft caps) is the last stage's: other stages call only the module
 around the layers, and take the hidden state where their last layer returns it.
@@ -17,27 +18,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from meshwright.distributed.pipeline.crossing import Crossing, receives
 from meshwright.errors import PlanError
+from meshwright.plan.given.cut_points import sized
 from meshwright.plan.given.hidden_argument import HIDDEN, Argument, value_of
 from meshwright.plan.given.names import inside, within
-from meshwright.plan.result.program import Cut
+from meshwright.plan.result.cut_action import Cut
 
-__all__ = ["Crossing", "crossing_of", "cut_model", "runs"]
+__all__ = ["crossing_of", "cut_model", "runs"]
 
 _CROSSING, _CUT = "_meshwright_crossing", "_meshwright_cut"
-
-
-class Crossing:
-    """What enters and leaves a stage in a forward.
-
-    Attributes:
-        received: the hidden state [batch, positions, hidden] that the stage before sent; ``None`` on the first stage.
-        sent: what the last layer of the stage made of it; ``None`` on the last stage.
-    """
-
-    def __init__(self) -> None:
-        self.received: torch.Tensor | None = None
-        self.sent: torch.Tensor | None = None
 
 
 class _Named(nn.Module):
@@ -61,27 +51,30 @@ class _Named(nn.Module):
 class _Passage(_Named):
     """Stands for a layer of another stage. Before the stage's layers it returns what was received; after them, its input."""
 
-    def __init__(self, layer: nn.Module, crossing: Crossing, argument: Argument, returned: int, *, before: bool) -> None:
+    def __init__(
+        self, layer: nn.Module, crossing: Crossing, argument: Argument, returned: int, index: int, *, before: bool
+    ) -> None:
         super().__init__(layer)
-        vars(self)["_facts"] = (crossing, argument, returned, before)
+        vars(self)["_facts"] = (crossing, argument, returned, index, before)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return a hidden state in the form in which the layer would."""
-        crossing, argument, returned, before = vars(self)["_facts"]
+        crossing, argument, returned, index, before = vars(self)["_facts"]
         hidden = value_of(argument, args, kwargs, "of another stage")
         if before:
-            hidden = crossing.received
+            hidden = crossing.hidden
         else:
             crossing.sent = hidden
+            crossing.note(index, args, kwargs)
         return (hidden, *[None] * (returned - 1)) if returned else hidden
 
 
 class _Empty(nn.Module):
     """Stands for a module before the first layer, on later stages: zeros of the right shape, which no layer reads."""
 
-    def __init__(self, crossing: Crossing, features: int, lookup: bool) -> None:
+    def __init__(self, crossing: Crossing, features: int, lookup: bool, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        vars(self)["_facts"] = (crossing, _zeros(crossing, features, lookup))
+        vars(self)["_facts"] = (crossing, _zeros(crossing, features, lookup, sizes))
 
     @property
     def weight(self) -> torch.Tensor | None:
@@ -95,8 +88,10 @@ class _Empty(nn.Module):
         return zeros
 
 
-def _zeros(crossing: Crossing, features: int, lookup: bool) -> Callable[..., torch.Tensor]:
+def _zeros(crossing: Crossing, features: int, lookup: bool, sizes: tuple[int, ...]) -> Callable[..., torch.Tensor]:
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if sizes and crossing.received is not None:
+            return crossing.received.new_zeros(sized(sizes, *crossing.received.shape[:2]))
         given = next((item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)), None)
         if given is None:
             raise PlanError(
@@ -135,12 +130,14 @@ def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
             "the plan is that of a whole model with stages; parallelize each stage with its part of the plan "
             "(meshwright.distributed.pipeline.stage_parts.make_parts)",
         )
-    crossing = Crossing()
+    crossing = Crossing(action)
     first, last = action.begin == 0, action.end == len(action.order)
     for index, (name, position, argument, returned) in enumerate(action.order):
         if not action.begin <= index < action.end:
             layer, before = model.get_submodule(name), index < action.begin
-            _replace(model, name, _Passage(layer, crossing, (position, argument), returned, before=before))
+            _replace(model, name, _Passage(layer, crossing, (position, argument), returned, index, before=before))
+        elif given := crossing.given(index):
+            receives(model.get_submodule(name), crossing, given)
     for name in action.idle if not first else ():
         holder, _, own = name.rpartition(".")
         around = model.get_submodule(holder)
@@ -150,8 +147,13 @@ def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
         else:
             _replace(model, name, _Named(around.get_submodule(own)))
     held = action.held if first or last else ()
-    for name, features, lookup in action.leading if not first else ():
-        _replace(model, name, _with_held(model, name, _Empty(crossing, features, lookup), held))
+    for name in action.blank if not first else ():
+        holder, _, own = name.rpartition(".")
+        parameter = model.get_submodule(holder)._parameters.pop(own)
+        assert parameter is not None
+        crossing.blank(model.get_submodule(holder), own, tuple(parameter.shape))
+    for name, features, lookup, sizes in action.leading if not first else ():
+        _replace(model, name, _with_held(model, name, _Empty(crossing, features, lookup, sizes), held))
     for name in action.trailing if not last else ():
         _replace(model, name, _with_held(model, name, _Same(), held))
     if not last:
@@ -191,9 +193,7 @@ def _call_body(model: nn.Module, body: str, crossing: Crossing) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         inner(*args, **kwargs)
-        sent, crossing.sent = crossing.sent, None
-        assert sent is not None
-        return sent
+        return crossing.leave()
 
     model.forward = forward
 

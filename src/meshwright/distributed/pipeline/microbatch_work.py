@@ -29,8 +29,8 @@ class Work:
     loss: Callable[[nn.Module], torch.Tensor]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def crossing(self, plan: ShardingPlan) -> tuple[int, ...]:
-        """Return the shape of the hidden state that crosses a cut."""
+    def crossing(self, plan: ShardingPlan, stage: int) -> tuple[int, ...]:
+        """Return the shape of what enters a stage."""
         tokens = self.arguments.get("input_ids")
         rows, length = (self.arguments["inputs_embeds"] if tokens is None else tokens).shape[:2]
-        return crossing_shape(plan, rows, length * plan.layout.size("cp"))
+        return crossing_shape(plan, stage, rows, length * plan.layout.size("cp"))

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.pipeline.crossing import receive_outermost
 from meshwright.distributed.pipeline.cut import crossing_of
 from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.parameter_copies import local_shard, parameter_copies
@@ -60,7 +61,7 @@ class _Runner(nn.Module):
     Args:
         part: the model of the stage.
         last: whether it is the last stage.
-        hidden: what crosses a cut, on the meta device.
+        hidden: what leaves the stage, on the meta device.
         name: of the stage.
         needless: whether no stage before has a trained parameter, so that no gradient of what was received is needed.
     """
@@ -172,6 +173,8 @@ class ScheduledStages:
         self.group, self.rank = mesh["pp"].get_group(), mesh.rank("pp")
         self.count, self.runs = len(plan.stages), plan.options.runs_per_step
         self.own = stages_of_rank(plan, self.rank)
+        for stage in self.own:
+            receive_outermost(parts[stage])
         self.syncs = {stage: GradSync.from_plan(parts[stage], on_stages(plan, [stage])) for stage in self.own}
         self.copies = parameter_copies(parts, plan, self.own)
         # The norm counts a parameter of two ranks on that of the first stage.
@@ -185,14 +188,16 @@ class ScheduledStages:
             length: positions of a whole sequence.
         """
         options = self.plan.options
-        hidden = torch.empty(crossing_shape(self.plan, rows, length), dtype=self.dtype, device="meta")
-        self.stages = [self._stage(stage, hidden) for stage in self.own]
+        self.stages = [self._stage(stage, rows, length) for stage in self.own]
         self.schedule = _torch_compat.make_schedule(options.pipeline_schedule, self.stages, options.microbatches // self.runs)
 
-    def _stage(self, index: int, hidden: torch.Tensor) -> _Stage:
+    def _stage(self, index: int, rows: int, length: int) -> _Stage:
         last = index == self.count - 1
-        runner = _Runner(self.parts[index], last, hidden, f"stage {index}", index <= first_trained(self.plan))
-        crossing = hidden.detach().clone().requires_grad_()
+        entering, leaving = (
+            torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+            for shape in (crossing_shape(self.plan, stage, rows, length) for stage in (index, min(index + 1, self.count - 1)))
+        )
+        runner = _Runner(self.parts[index], last, leaving, f"stage {index}", index <= first_trained(self.plan))
         stage = _Stage(
             runner,
             self.syncs[index],
@@ -200,8 +205,8 @@ class ScheduledStages:
             index,
             self.count,
             self.device,
-            input_args=() if index == 0 else (crossing,),
-            output_args=(torch.empty((), device="meta", requires_grad=True),) if last else (crossing,),
+            input_args=() if index == 0 else (entering,),
+            output_args=(torch.empty((), device="meta", requires_grad=True),) if last else (leaving,),
             group=self.group,
         )
         stage.has_backward = True  # torch 2.11 reads it when buffers are made
@@ -297,7 +302,6 @@ class ScheduledStages:
     def _forwards(self, work: Iterable[Work]) -> Iterator[torch.Tensor]:
         sends: list[tuple[Any, torch.Tensor]] = []
         for number, item in enumerate(work):
-            shape = item.crossing(self.plan)
             kept: torch.Tensor | None = None
             while len(sends) > self.count:
                 sends.pop(0)[0].wait()
@@ -309,14 +313,15 @@ class ScheduledStages:
                 elif (source := self.plan.stages[stage - 1].rank) == self.rank:
                     crossing.received = kept
                 else:
-                    crossing.received = torch.empty(shape, dtype=self.dtype, device=self.device)
-                    dist.recv(crossing.received, group=self.group, group_src=source)
+                    received = torch.empty(item.crossing(self.plan, stage), dtype=self.dtype, device=self.device)
+                    dist.recv(received, group=self.group, group_src=source)
+                    crossing.received = received
                 with item.around():
                     if stage == self.count - 1:
                         yield item.loss(part)
                     else:
                         kept = part(**item.arguments).contiguous()
-                        _check_sent(kept, shape, self.dtype, f"stage {stage}")
+                        _check_sent(kept, item.crossing(self.plan, stage + 1), self.dtype, f"stage {stage}")
                         target = self.plan.stages[stage + 1].rank
                         if target != self.rank:
                             sends.append((dist.isend(kept, group=self.group, group_dst=target), kept))

@@ -9,7 +9,7 @@ from meshwright.models.reading.context.trace_context import trace_attentions
 from meshwright.models.reading.fused_matrices import trace_fused
 from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
-from meshwright.models.reading.pipeline import trace_stages
+from meshwright.models.reading.pipeline.cut_trace import trace_stages
 from meshwright.models.reading.router_choices import count_choices
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
@@ -77,7 +77,7 @@ class ModelTraces(Traces):
         return count_choices(self.model, self.experts, routers)
 
     def stages(self, layers: Sequence[str]) -> StageFacts:
-        """See :func:`~meshwright.models.reading.pipeline.trace_stages`."""
+        """See :func:`~meshwright.models.reading.pipeline.cut_trace.trace_stages`."""
         return self._once("stages", layers, trace_stages)
 
     def regions(self, layers: Sequence[str]) -> RegionFacts:

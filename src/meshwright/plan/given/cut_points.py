@@ -1,9 +1,53 @@
-"""The facts of a model that pipeline stages need: where it can be cut, and what belongs to which side of a cut."""
+"""The facts of a model that pipeline stages need: where it can be cut, what crosses a cut, and what belongs to which side."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
-__all__ = ["LayerFacts", "LeadingFacts", "StageFacts"]
+__all__ = [
+    "POSITIONS",
+    "ROWS",
+    "Carried",
+    "LayerFacts",
+    "LeadingFacts",
+    "Path",
+    "StageFacts",
+    "carried_over",
+    "entering_shape",
+    "sized",
+]
+
+ROWS, POSITIONS = -1, -2
+"""What stands for the rows of a batch, and for the positions that a rank has, among the sizes of a tensor."""
+
+Path = tuple[tuple[int | str, int], ...]
+"""Where a call has a tensor: position or name of the argument, then what leads to it inside of containers. Each step is a key
+and the number of items of the sequence that it is of; 0: it is of a mapping."""
+
+Carried = tuple[tuple[int, ...], int, tuple[tuple[int, tuple[Path, ...]], ...]]
+"""A tensor that layers read beside their hidden state: its sizes (one of them is :data:`POSITIONS`, and the first :data:`ROWS`
+unless all rows have the same), the last layer that it was computed from (-1: of what runs before the first one), and the layers
+that are given it, each with the places of its call where it is."""
+
+
+def carried_over(carried: Sequence[Carried], index: int) -> Iterator[int]:
+    """Yield the numbers of the tensors that a later layer is given, and that are made before the layer of an index."""
+    yield from (number for number, (_, after, readers) in enumerate(carried) if after < index <= readers[-1][0])
+
+
+def sized(sizes: Sequence[int], rows: int, positions: int) -> tuple[int, ...]:
+    """Return the shape of a tensor for a number of rows and of positions."""
+    return tuple({ROWS: rows, POSITIONS: positions}.get(size, size) for size in sizes)
+
+
+def entering_shape(
+    streams: Sequence[int], features: int, carried: Sequence[Carried], index: int, rows: int, positions: int
+) -> tuple[int, ...]:
+    """Return the shape of what crosses the cut before the layer of an index: the hidden state, or one tensor
+    [rows, positions, features] of it and of what is carried.
+    """
+    more = sum(prod(size for size in carried[number][0] if size > 0) for number in carried_over(carried, index))
+    return (rows, positions, prod(streams) * features + more) if more else (rows, positions, *streams, features)
 
 
 @dataclass(frozen=True)
@@ -29,11 +73,13 @@ class LeadingFacts:
         name: name of the module in the model.
         features: size of the last dimension of its output.
         lookup: whether it looks rows up for numbers, as an embedding does, so that the output has one dimension more.
+        sizes: those of its output if it is called without a tensor, see :data:`Carried`; otherwise the call tells them.
     """
 
     name: str
     features: int
     lookup: bool
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +102,8 @@ class StageFacts:
         after: modules without parameters that run after the last layer alone.
         idle: the outermost modules with parameters that do not run, such as an image tower in training on text, and other
             parameters that nobody uses.
+        carried: what layers read beside their hidden state, of what runs before the first layer or of earlier layers.
+        blank: parameters of modules around the layers, which are used before the first one.
     """
 
     layers: tuple[LayerFacts, ...] = ()
@@ -69,3 +117,5 @@ class StageFacts:
     idle: tuple[str, ...] = ()
     streams: tuple[int, ...] = ()
     uncut: Mapping[int, str] = field(default_factory=dict)
+    carried: tuple[Carried, ...] = ()
+    blank: tuple[str, ...] = ()

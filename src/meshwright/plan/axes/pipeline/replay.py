@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from meshwright.errors import UnsupportedError
-from meshwright.plan.axes.pipeline.stage_plan import first_trained
+from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, first_trained
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -28,6 +28,7 @@ __all__ = [
     "Span",
     "awaited",
     "order_of",
+    "receive_buffer_bytes",
     "receive_buffers",
     "replay",
     "replay_of_plan",
@@ -269,6 +270,16 @@ def receive_buffers(plan: ShardingPlan, rank: int) -> int:
 
     A stage has one for each microbatch of a run from the stage before, and one for each gradient from the stage after.
     """
-    last = len(plan.stages) - 1
-    sides = sum((row.index > 0) + (row.index < last) for row in plan.stages if row.rank == rank)
-    return sides * (plan.options.microbatches // plan.options.runs_per_step)
+    return len(_buffered_cuts(plan, rank)) * (plan.options.microbatches // plan.options.runs_per_step)
+
+
+def receive_buffer_bytes(plan: ShardingPlan, rank: int) -> int:
+    """Return the bytes of those, in microbatches of ``options.tokens`` tokens."""
+    each = plan.options.microbatches // plan.options.runs_per_step
+    return each * sum(crossing_bytes(plan, stage) for stage in _buffered_cuts(plan, rank))
+
+
+def _buffered_cuts(plan: ShardingPlan, rank: int) -> list[int]:
+    """The stages after the cuts at both ends of each stage of a rank."""
+    own = [row.index for row in plan.stages if row.rank == rank]
+    return [cut for stage in own for cut in (stage, stage + 1) if 0 < cut < len(plan.stages)]

@@ -14,7 +14,7 @@ from math import inf, prod
 from meshwright.errors import Problems, coded, number_of
 from meshwright.plan.draft import Draft, Found, Stages
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
-from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.cut_points import StageFacts, entering_shape
 from meshwright.plan.given.names import nearest, within
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.result.program import Cut
@@ -43,13 +43,15 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
         tuple((layer.name, *layer.argument, layer.returned) for layer in facts.layers),
         begin,
         end,
-        tuple((module.name, module.features, module.lookup) for module in facts.leading),
+        tuple((module.name, module.features, module.lookup, module.sizes) for module in facts.leading),
         tuple(tied),
         facts.trailing,
         facts.hidden,
         facts.after,
         facts.idle,
         facts.streams,
+        facts.carried,
+        facts.blank,
     )
 
 
@@ -73,6 +75,7 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
         around = (f"pp={pp}: {draft.spec.family}: ", "; the legal value of pp is 1")
         problems.extend(coded(problem, "pp.cut").within(*around) for problem in facts.problems)
         return Found(none, problems)
+    problems.extend(_sliced_problems(draft, facts))
     schedule = options.pipeline_schedule
     each = options.stages_per_rank or (1 if schedule.single else 2)
     count, layers = pp * each, [layer.name for layer in facts.layers]
@@ -121,6 +124,19 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
             places = [last[nearest(parameter.name, last)]]
         holding[parameter.name] = tuple(places)
     return Found(Stages(rows, cut, holding), problems)
+
+
+def _sliced_problems(draft: Draft, facts: StageFacts) -> Problems:
+    """Return why slices of the sequence do not cross cuts: only those of the hidden state are known."""
+    problems = Problems()
+    if draft.options.sequence_parallel and draft.layout.size("tp") > 1 and facts.carried:
+        reader = facts.layers[facts.carried[0][2][-1][0]].name
+        problems.add(
+            "pp.reads_more",
+            f"sequence_parallel=True, pp={draft.layout.size('pp')}: layer {reader!r} reads more of earlier stages than its "
+            "hidden state, and whether that is sliced too is not known; legal are sequence_parallel=False, and pp=1",
+        )
+    return problems
 
 
 def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
@@ -223,10 +239,10 @@ def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int, legal:
 # -- what a stage has --------------------------------------------------------------------------------------------------------
 
 
-def crossing_bytes(plan: ShardingPlan) -> int:
-    """Return the bytes that a rank sends at a cut, in a microbatch of ``options.tokens`` tokens."""
+def crossing_bytes(plan: ShardingPlan, stage: int) -> int:
+    """Return the bytes that enter a stage, in a microbatch of ``options.tokens`` tokens."""
     tokens = (plan.options.tokens or 0) * plan.layout.size("cp")
-    return prod(crossing_shape(plan, 1, tokens)) * itemsize(crossing_dtype(plan))
+    return prod(crossing_shape(plan, stage, 1, tokens)) * itemsize(crossing_dtype(plan))
 
 
 def crossing_dtype(plan: ShardingPlan) -> str:
@@ -270,11 +286,15 @@ def pipeline_messages(plan: ShardingPlan, rank: int) -> tuple[int, int | None]:
     if not plan.stages:
         return 0, 0
     owner, own = [row.rank for row in plan.stages], stages_of_rank(plan, rank)
-    crossings = sum(owner[stage] != owner[stage + 1] for stage in own if stage + 1 < len(owner))
-    crossings = plan.options.microbatches * (crossings + sum(owner[stage] != owner[stage - 1] for stage in own if stage > 0))
+    cuts = [stage + 1 for stage in own if stage + 1 < len(owner) and owner[stage] != owner[stage + 1]]  # forward
+    cuts += [stage for stage in own if stage > 0 and owner[stage] != owner[stage - 1]]  # backward
+    crossings = plan.options.microbatches * len(cuts)
     # Of a tied weight on two ranks, each sends its gradient to the other.
     tied = [row for row in plan.parameters if row.copies and row.trainable and len({stage in own for stage in row.stages}) > 1]
-    size = None if plan.options.tokens is None else crossings * crossing_bytes(plan) + sum(row.bytes_per_rank for row in tied)
+    if plan.options.tokens is None:
+        return crossings + len(tied), None
+    size = plan.options.microbatches * sum(crossing_bytes(plan, stage) for stage in cuts)
+    size += sum(row.bytes_per_rank for row in tied)
     return crossings + len(tied), size
 
 
@@ -288,11 +308,13 @@ def stages_of_rank(plan: ShardingPlan, rank: int) -> tuple[int, ...]:
     return tuple(row.index for row in plan.stages if row.rank == rank) or (0,)
 
 
-def crossing_shape(plan: ShardingPlan, rows: int, length: int) -> tuple[int, ...]:
-    """Return the shape of the hidden state that a rank sends at a cut, for some rows of whole sequences.
+def crossing_shape(plan: ShardingPlan, stage: int, rows: int, length: int) -> tuple[int, ...]:
+    """Return the shape of what enters a stage on a rank, for some rows of whole sequences: the hidden state, with what is
+    carried.
 
     With sequence parallel, each rank of `tp` sends its slice of the sequence.
     """
     cut = next(action for action in plan.program if isinstance(action, Cut))
     slices = plan.layout.size("cp") * (plan.layout.size("tp") if plan.options.sequence_parallel else 1)
-    return (rows, length // slices, *cut.streams, cut.features)
+    begin = [name for name, *_ in cut.order].index(plan.stages[stage].layers[0])
+    return entering_shape(cut.streams, cut.features, cut.carried, begin, rows, length // slices)

@@ -1,11 +1,11 @@
 """Where a causal language model of transformers can be cut into pipeline stages: read from one forward without values.
 
-What crosses a cut is what the last layer before it returns (:mod:`~meshwright.distributed.pipeline.cut`). Whether this is all,
-is read from one forward on the meta device. Every tensor carries what it was computed from: a layer, or what runs before all
-layers. A layer that reads anything of another layer besides its hidden state cannot be separated from it.
+What crosses a cut is what the last layer before it returns, and what its call gives a later layer of what was made before
+(:mod:`~meshwright.distributed.pipeline.crossing`). This is read from one forward on the meta device. Every tensor carries what
+it was computed from: layers, or what runs before all layers. A layer that reads anything else of another layer, or a tensor
+that cannot be sent, cannot be separated from it.
 """
 
-import copy
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshwright.distributed.pipeline.cut import crossing_of, cut_model
+from meshwright.distributed.pipeline.crossing import tensors_of_call
 from meshwright.errors import Problems, Refusal
 from meshwright.models.reading.model_code import place_now
+from meshwright.models.reading.pipeline.carried_tensors import CarriedTensors
+from meshwright.models.reading.pipeline.halves import problems_of_halves
 from meshwright.models.reading.tracing import (
     Attention,
     Inputs,
     Labels,
     Operator,
     Tracer,
-    first_that_runs,
     meta_positions,
     prime_length,
     tensors_in,
     traced,
 )
-from meshwright.plan.axes.pipeline.stage_plan import cut_of
 from meshwright.plan.given.cut_points import LayerFacts, LeadingFacts, StageFacts
 from meshwright.plan.given.hidden_argument import first_of, hidden_argument, with_first
 from meshwright.plan.given.names import holder_of, inside, within
@@ -55,48 +55,18 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
-    found, why = traced(model, experts, partial(_StageTracer, model, layers))
+    # A number of rows that divides no size, too: otherwise features would look like rows.
+    positions = meta_positions(prime_length(model), prime_length(model, above=4))
+    found, why = traced(model, experts, partial(_StageTracer, model, layers), positions=positions)
     if found is not None and len(found.layers) < len(layers):  # those of an image tower, or that read images, do not run
         running = list(dict.fromkeys(layer.name for layer in found.layers))
-        found, why = traced(model, experts, partial(_StageTracer, model, running))
+        found, why = traced(model, experts, partial(_StageTracer, model, running), positions=positions)
     if found is None:
         return StageFacts(problems=(Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     facts = found.facts()
     if facts.problems or len(facts.layers) < 2:
         return facts
-    return replace(facts, problems=_problems_of_parts(model, facts, experts))
-
-
-def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Sequence[ExpertsRule]) -> tuple[str, ...]:
-    """Return why a model that is cut in two does not run: it may read a module of a layer that is not there."""
-    half, shared = len(facts.layers) / 2, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    middle = min(
-        (index for index in range(1, len(facts.layers)) if index not in facts.uncut), key=lambda index: abs(index - half)
-    )
-    for begin, end in ((0, middle), (middle, len(facts.layers))):
-        part = copy.deepcopy(model, dict(shared))
-        cut_model(part, cut_of(facts, begin, end))
-        positions = meta_positions(prime_length(model), rows=2)  # one row would not show what is added up over rows
-        if begin:
-            dtype = next(model.parameters()).dtype
-            crossing_of(part).received = torch.empty(
-                (*positions.shape, *facts.streams, facts.hidden), dtype=dtype, device="meta"
-            )
-        _, why = traced(part, experts, Tracer, positions=positions)
-        if not why and all(tensor.is_meta for tensor in shared.values()):
-            _, why = first_that_runs(partial(_initialize, part), (None,))
-        if why:
-            return (Refusal("pp.halves", f"cut in two, it does not run, or cannot be initialised ({why})"),)
-    return ()
-
-
-def _initialize(part: nn.Module, _: object) -> None:
-    """Give each module its initial values, by the rules of the innermost model around it."""
-    owners: dict[str, Any] = {}
-    for name, module in part.named_modules():  # a model before its modules
-        owners[name] = module if hasattr(module, "_init_weights") else owners[holder_of(name)]
-    for name, module in reversed(list(part.named_modules())):
-        owners[name]._init_weights(module)
+    return replace(facts, problems=problems_of_halves(model, facts, experts))
 
 
 class _StageTracer(Tracer):
@@ -107,7 +77,10 @@ class _StageTracer(Tracer):
         self.model, self.expected = model, set(layers)
         tied = names_of_parameters(model).values()
         self.first_names = {name: names[0] for names in tied for name in names}
+        self.all_names = {names[0]: names for names in tied}
         self.parameters = Labels({inputs.tensors[names[0]]: names[0] for names in tied})
+        self.carried = CarriedTensors(tuple(inputs.positions.shape))
+        self.users: dict[str, list[int]] = {}
         self.origins = Labels()
         self.layers: list[LayerFacts] = []
         self.leading: dict[str, LeadingFacts] = {}
@@ -128,9 +101,10 @@ class _StageTracer(Tracer):
             for why in dict.fromkeys(self.uncut.values()):
                 self.problems.add("pp.reads_more", why)
         body = _around([layer.name for layer in self.layers], self.takes_tokens)
+        blank = tuple(name for name, sides in self.used.items() if sides == {"first"} and holder_of(name) == body)
         for name, sides in self.used.items():
             owner = holder_of(name)
-            if owner in ("", body) or inside(body, owner):
+            if (owner in ("", body) or inside(body, owner)) and name not in blank:
                 self.problems.add(
                     "pp.outside", f"{owner or 'the model'!r} uses its parameter {name!r} itself, outside of its layers"
                 )
@@ -173,6 +147,8 @@ class _StageTracer(Tracer):
             idle,
             () if self.hidden is None else tuple(self.hidden.shape[2:-1]),
             dict(sorted(self.uncut.items())),
+            self.carried.facts(),
+            blank,
         )
 
     def _idle(self, unused: Collection[str]) -> tuple[str, ...]:
@@ -218,6 +194,7 @@ class _StageTracer(Tracer):
             self.problems.add("pp.reads_more", f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}")
         if isinstance(value, torch.Tensor):
             own = _fresh(value)
+            self.carried.enter(len(self.layers), tensors_of_call(args, kwargs), value, self.origins)
             args = tuple(own if item is value else item for item in args)
             kwargs = {key: own if item is value else item for key, item in kwargs.items()}
         self.running = len(self.layers)
@@ -234,6 +211,8 @@ class _StageTracer(Tracer):
         given, made = tensors_in((args, kwargs)), tensors_in(output)
         if not self.layers and given and made and made[0].ndim:
             self.leading[name] = LeadingFacts(name, made[0].shape[-1], not given[0].is_floating_point())
+        elif not self.layers and isinstance(output, torch.Tensor) and (sizes := self.carried.sizes_of(output)):
+            self.leading[name] = LeadingFacts(name, output.shape[-1], False, sizes)
         return None
 
     def _leave_layer(self, name: str, output: Any) -> Any:
@@ -246,6 +225,7 @@ class _StageTracer(Tracer):
             return None
         self.layers[index] = LayerFacts(name, self.layers[index].argument, len(output) if several else 0)
         self.hidden = _fresh(value)
+        self.origins.put([self.hidden], {index})
         return with_first(output, self.hidden)
 
     # -- operators ---------------------------------------------------------------------------------------------------------
@@ -260,15 +240,18 @@ class _StageTracer(Tracer):
         self._computed(operator.tensors, operator.results, operator.module)
 
     def _computed(self, tensors: list[torch.Tensor], results: list[torch.Tensor], module: str) -> None:
+        if self.running is not None:
+            tensors = [tensor for tensor in tensors if not self._carry(tensor)]
         origins: set[int] = set().union(*self.origins.among(tensors))
         parameters = self.parameters.among(tensors)
         for parameter in parameters:
             self._use(parameter)
         if parameters and self.running is None and not self.layers:
             origins.add(_BEFORE)
-        foreign = origins - {self.running if self.running is not None else _BEFORE}
-        if self.running is None and self.layers:
-            foreign |= origins
+        # Between layers, what is computed may be for the call of one of them: then it is carried.
+        foreign = origins - {self.running} if self.running is not None else set()
+        if self.running is None and len(self.layers) == len(self.expected):
+            foreign = origins - {len(self.layers) - 1}
         if foreign:
             self._report(min(foreign), module)
         if self.running is not None and (origins or parameters):
@@ -276,9 +259,28 @@ class _StageTracer(Tracer):
         if origins:
             self.origins.put(results, origins)
 
+    def _carry(self, tensor: torch.Tensor) -> bool:
+        """Return whether the call of the running layer gives it a tensor of others, which can cross cuts."""
+        assert self.running is not None
+        if (made := self.carried.read(tensor)) is None:
+            return False
+        for index in range(min(made) + 1, max(made) + 1):  # neither side has all that it is computed from
+            reader = self.layers[self.running].name
+            self._uncut(index, f"layer {reader!r} reads what is computed of several layers together{place_now()}")
+        return True
+
+    def _uncut(self, index: int, why: str) -> None:
+        if index > 0:
+            self.uncut.setdefault(index, why)
+
     def _use(self, parameter: str) -> None:
         if self.running is not None:
-            if not inside(parameter, self.layers[self.running].name):
+            layer = self.layers[self.running].name
+            if any(inside(name, layer) for name in self.all_names[parameter]):
+                users = self.users.setdefault(parameter, [self.running])
+                for index in range(users[0] + 1, self.running + 1):
+                    self._uncut(index, f"layers {self.layers[users[0]].name!r} and {layer!r} share {parameter!r}{place_now()}")
+            else:
                 self.used.setdefault(parameter, set()).add("between")
         else:
             after = len(self.layers) == len(self.expected)
@@ -292,7 +294,7 @@ class _StageTracer(Tracer):
             why = f"{reader} reads more than its hidden state of {source}{place_now()}"
             if self.running is not None and origin != _BEFORE:
                 for index in range(origin + 1, self.running + 1):
-                    self.uncut.setdefault(index, why)
+                    self._uncut(index, why)
             else:
                 self.problems.add("pp.reads_more", why)
 

@@ -1,0 +1,1 @@
+"""What pipeline stages must know of a model."""
