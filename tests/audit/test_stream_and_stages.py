@@ -16,6 +16,7 @@ from meshwright.audit.conduct import Auditor
 from meshwright.audit.data import draw_documents
 from meshwright.audit.ranks import RankTrainer
 from meshwright.audit.ready import make_ready
+from meshwright.distributed.pipeline.cut import crossing_of
 from meshwright.shrink.run import shrink
 from tests.audit import plants
 
@@ -44,6 +45,7 @@ CELLS = [
     ("opt", "tp 2 seq", "pad"),  # matrices in the layer itself, rows of a batch as one dimension
     ("bert", "pp 2", "pad"),  # a matrix inside of the embeddings that the head uses
     ("gemma3", "pp 2", "pack"),  # an image tower that does not run
+    ("gemma4_text", "pp 2", "pack"),  # an embedding of each layer crosses with the hidden state
     *(
         pytest.param(*cell, marks=pytest.mark.thorough)
         for cell in [
@@ -62,6 +64,14 @@ CELLS = [
             ("deepseek_v4", "pp 4", "pad"),  # several residual streams
             ("falcon_h1", "pp 2 x shard 2", "pad"),  # a model that fills buffers of all its layers
             ("mllama", "pp 2", "pack"),  # layers that do not run, among others
+            ("gemma4_text", "pp 4", "pack"),
+            ("gemma4_text", "pp 2 x tp 2", "pack"),
+            ("gemma4_text", "pp 2 x cp 2", "pack"),
+            ("gemma4_text", "pp 2 x shard 2", "pack"),
+            ("zamba", "pp 2", "pad"),  # layers that read the words' embedding, and share parameters
+            ("zaya", "pp 4", "pad"),  # a state of a router goes from layer to layer; parameters of the model itself
+            ("roformer", "pp 4", "pad"),  # positions from a module that is called without a tensor
+            ("modernbert-decoder", "pp 2", "pack"),  # first values by the class of a module around the shared matrix
         ]
     ),
 ]
@@ -91,6 +101,29 @@ def stream_left_out(trainer: RankTrainer) -> None:
         first.register_forward_pre_hook(lambda module, args: (args[0][:, :, :1].expand_as(args[0]), *args[1:]))
 
 
+def carried_left_out(trainer: RankTrainer) -> None:
+    """The layers of the later stage get what its own model made without the embedding."""
+    if (part := plants.part_with(trainer, 1)) is not None:
+        for layer in part.model.layers:
+            for key in list(layer._forward_pre_hooks):
+                if "receives" in getattr(layer._forward_pre_hooks[key], "__qualname__", ""):
+                    del layer._forward_pre_hooks[key]
+
+
+def carried_without_gradient(trainer: RankTrainer) -> None:
+    """The earlier stage gets the gradient of the hidden state alone."""
+    if (part := plants.part_with(trainer, 0)) is not None:
+        crossing = crossing_of(part)
+        inner = crossing.leave
+
+        def leave() -> torch.Tensor:
+            sent = inner()
+            features = part.config.hidden_size
+            return torch.cat([sent[..., :features], sent[..., features:].detach()], -1)
+
+        crossing.leave = leave
+
+
 def tower_drawn_anew(trainer: RankTrainer) -> None:
     """What does not run is on the first stage, with the values of one process."""
     if (part := plants.part_with(trainer, 0)) is not None:
@@ -106,13 +139,15 @@ def tower_drawn_anew(trainer: RankTrainer) -> None:
         (last_bias_not_summed, "opt", "tp 2 seq", Kind.UNREDUCED, "model.decoder.layers"),
         (plants.tied_gradients_not_added, "bert", "pp 2", Kind.UNREDUCED, "bert.embeddings.word_embeddings.weight"),
         (tower_drawn_anew, "gemma3", "pp 2", Kind.VALUES, "vision_tower"),
+        (carried_left_out, "gemma4_text", "pp 2", Kind.FORWARD, "model.layers.1"),
+        (carried_without_gradient, "gemma4_text", "pp 2", Kind.BACKWARD, "model.per_layer_projection_norm"),
         pytest.param(stream_left_out, "deepseek_v4", "pp 2", Kind.FORWARD, "model.layers", marks=pytest.mark.thorough),
     ],
 )
 def test_a_bug_of_it_is_named(
     auditor: Auditor, folder: Path, plant: Callable[..., Any], model_type: str, label: str, kind: Kind, words: str
 ) -> None:
-    packing = "pack" if model_type == "gemma3" else "pad"
+    packing = "pack" if model_type.startswith("gemma") else "pad"
     report = auditor.audit(case(folder, model_type, label, packing), PLACES[label].world_size, plants=[plant])
     first = report.findings[0]
     assert (first.kind, words in first.message) == (kind, True), [finding.message for finding in report.findings]

@@ -94,8 +94,8 @@ def test_a_plan_with_stages_survives_json() -> None:
 
 def test_what_crosses_a_cut() -> None:
     plan = planned(layout=Layout(pp=2, dp_shard=1, tp=2, cp=2), sequence_parallel=True)
-    assert crossing_shape(plan, 3, 64) == (3, 64 // 4, 32)
-    assert crossing_shape(planned(), 3, 64) == (3, 64, 32)
+    assert crossing_shape(plan, 1, 3, 64) == (3, 64 // 4, 32)
+    assert crossing_shape(planned(), 1, 3, 64) == (3, 64, 32)
 
 
 def test_messages() -> None:

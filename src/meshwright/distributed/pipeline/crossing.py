@@ -7,6 +7,7 @@ It is sent in one tensor with the hidden state, along the features. A later stag
 and sends it on if layers after its own read it too. So its gradient comes back the same way, and is summed on it.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -161,7 +162,8 @@ def receive_outermost(model: nn.Module) -> None:
     """
     for module in model.modules():
         if (key := vars(module).get(_HOOK)) is not None:
-            module._forward_pre_hooks.move_to_end(key, last=False)
+            hooks: OrderedDict[int, Any] = module._forward_pre_hooks  # type: ignore[assignment]
+            hooks.move_to_end(key, last=False)
 
 
 def receives(layer: nn.Module, crossing: Crossing, given: Sequence[tuple[int, Path]]) -> None:
@@ -215,7 +217,7 @@ def _with(holder: Any, path: Path, tensor: torch.Tensor) -> Any:
         if own is None:
             own = (None,) * inner[0][1] if inner[0][1] else {}
         value = _with(own, tuple(inner), tensor)
-    if isinstance(holder, tuple):
+    if isinstance(holder, tuple) and isinstance(key, int):
         return (*holder[:key], value, *holder[key + 1 :])
     assert isinstance(holder, MutableMapping | list)
     holder[key] = value  # type: ignore[index]

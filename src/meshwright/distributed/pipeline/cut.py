@@ -105,7 +105,15 @@ def _zeros(crossing: Crossing, features: int, lookup: bool, sizes: tuple[int, ..
 
 
 class _Same(nn.Module):
-    """Stands for a module after the last layer, on earlier stages: it returns its input."""
+    """Stands for a module after the last layer, on earlier stages: it returns its input.
+
+    A model may ask it for the dtype of a parameter, or give that a first value: it has tensors without values.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in module.named_parameters(recurse=False):
+            vars(self)[name] = torch.empty_like(parameter, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the input."""
@@ -149,13 +157,15 @@ def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
     held = action.held if first or last else ()
     for name in action.blank if not first else ():
         holder, _, own = name.rpartition(".")
-        parameter = model.get_submodule(holder)._parameters.pop(own)
+        around = model.get_submodule(holder)
+        parameter = around._parameters.pop(own)
         assert parameter is not None
-        crossing.blank(model.get_submodule(holder), own, tuple(parameter.shape))
+        vars(around)[own] = torch.empty_like(parameter, device="meta")
+        crossing.blank(around, own, tuple(parameter.shape))
     for name, features, lookup, sizes in action.leading if not first else ():
         _replace(model, name, _with_held(model, name, _Empty(crossing, features, lookup, sizes), held))
     for name in action.trailing if not last else ():
-        _replace(model, name, _with_held(model, name, _Same(), held))
+        _replace(model, name, _with_held(model, name, _Same(model.get_submodule(name)), held))
     if not last:
         _call_body(model, action.body, crossing)
     vars(model)[_CROSSING], vars(model)[_CUT] = crossing, action
@@ -199,29 +209,33 @@ def _call_body(model: nn.Module, body: str, crossing: Crossing) -> None:
 
 
 def _with_held(model: nn.Module, name: str, stand_in: nn.Module, held: Collection[str]) -> nn.Module:
-    """Return what stands for a module, with those of its parameters that the stage holds, under their names."""
-    for parameter in held:
-        holder, _, own = parameter.rpartition(".")
-        if holder == name:
-            alone = _alone(model.get_submodule(holder), own)
-            vars(alone)["forward"] = stand_in.forward
-            return alone
-        if inside(holder, name):
-            *around, last = holder[len(name) + 1 :].split(".")
-            place = stand_in
-            for part in around:
-                if part not in dict(place.named_children()):
-                    place.add_module(part, nn.Module())
-                place = place.get_submodule(part)
-            place.add_module(last, _alone(model.get_submodule(holder), own))
-    return stand_in
+    """Return what stands for a module, with those of its parameters that the stage holds, under their names.
+
+    The modules around them are of their classes, by which a model gives first values.
+    """
+    own = [parameter for parameter in held if inside(parameter, name)]
+    if not own:
+        return stand_in
+    alone = _alone(model.get_submodule(name), [parameter[len(name) + 1 :] for parameter in own])
+    vars(alone)["forward"] = stand_in.forward
+    return alone
 
 
-def _alone(module: nn.Module, own: str) -> nn.Module:
-    """Return a module of the same class with one of its parameters alone, which is initialized and loaded as in the module."""
+def _alone(module: nn.Module, kept: Collection[str]) -> nn.Module:
+    """Return a module of the same class with some of its parameters alone, which are initialized and loaded as in it.
+
+    In place of its others, it has tensors without values.
+    """
     alone = copy.copy(module)
-    parameters = {name: value if name == own else None for name, value in module._parameters.items()}
-    vars(alone).update(_parameters=parameters, _buffers=dict(module._buffers), _modules={})
+    parameters = {name: value for name, value in module._parameters.items() if name in kept or value is None}
+    others = {name: value for name, value in module._parameters.items() if name not in parameters}
+    vars(alone).update({name: torch.empty_like(value, device="meta") for name, value in others.items() if value is not None})
+    children = {part: [name.partition(".")[2] for name in kept if inside(name, part)] for part in module._modules}
+    vars(alone).update(
+        _parameters=parameters,
+        _buffers=dict(module._buffers),
+        _modules={part: _alone(module.get_submodule(part), names) for part, names in children.items() if names},
+    )
     return alone
 
 
