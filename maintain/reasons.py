@@ -41,7 +41,7 @@ _REASONS = (
     ("twice", "cp.twice pp.twice", "a layer runs twice in one forward."),
     ("values", "model.values", "what the forward calls depends on values, so it cannot be read without them."),
     ("reads more", "pp.reads_more",
-     "a layer reads more of earlier stages than its hidden state and what its call gives it for each position, which cross a cut."),
+     "a layer reads more of earlier stages than its hidden state, and what its call gives it for each position."),
     ("cut", "pp.cut pp.ends pp.halves pp.hidden_state pp.layers pp.outside",
      "the model cannot be cut between its layers for another reason, which the plan names."),
 )  # fmt: skip

@@ -190,7 +190,7 @@ class _StageTracer(Tracer):
         value = kwargs.get(argument, args[place] if place < len(args) else None)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             self.problems.add("pp.hidden_state", f"layer {name!r} does not get its hidden state as {argument!r}")
-        elif self.hidden is not None and value is not self.hidden:
+        elif self.hidden is not None and not _is_whole(value, self.hidden):
             self.problems.add("pp.reads_more", f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}")
         if isinstance(value, torch.Tensor):
             own = _fresh(value)
@@ -302,6 +302,14 @@ class _StageTracer(Tracer):
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same shape that comes from nowhere."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _is_whole(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    """Return whether a tensor is another one, or a slice that has all of it: what is done to it twice is then done once."""
+    if tensor is of:
+        return True
+    alike = (tensor.shape, tensor.stride(), tensor.dtype) == (of.shape, of.stride(), of.dtype)
+    return alike and tensor.storage_offset() == 0 and tensor.untyped_storage()._cdata == of.untyped_storage()._cdata
 
 
 def _around(layers: Sequence[str], takes_tokens: Collection[str]) -> str:
