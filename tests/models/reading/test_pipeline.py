@@ -16,7 +16,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from maintain.cells import deepened
-from maintain.default_configs import MISSING_DEFAULTS
 from maintain.tiny import TINY_MODELS
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
 from meshwright.errors import MeshwrightError, PlanError
@@ -31,7 +30,7 @@ from meshwright.plan.resolver import resolve
 LENGTH = 40
 """Tokens of a row: more than every window of the models below."""
 
-FAMILIES = [name for name in TINY_MODELS if name not in ("diffusion_gemma", "gemma3n_text")]
+FAMILIES = [name for name in TINY_MODELS if name != "diffusion_gemma"]
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim"), 64),
@@ -187,10 +186,12 @@ class OddLayer(LlamaDecoderLayer):
         hidden_states = hidden_states + words * (left["state"][0].movedim(1, 2).flatten(2) if left else 1.0)
         hidden_states = super().forward(hidden_states, **given)
         left["state"] = (self.mlp(hidden_states).unflatten(2, (4, -1)).movedim(2, 1),)
-        return hidden_states, None
+        return hidden_states, hidden_states.mean()
 
 
 class OddModel(LlamaModel):
+    doubles = scaled = False
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList(OddLayer(config, index) for index in range(config.num_hidden_layers))
@@ -204,7 +205,11 @@ class OddModel(LlamaModel):
         mask = create_causal_mask(self.config, hidden, attention_mask, None, position_ids)
         for index, layer in enumerate(self.layers):
             given = {"position_embeddings": rotary, "attention_mask": mask}
-            hidden, _ = layer(hidden, words=words[:, :, index] * 2.0, left=left, **given)
+            hidden, mean = layer(hidden, words=words[:, :, index] * 2.0, left=left, **given)
+            if self.doubles:
+                mean * 2
+            if self.scaled:
+                hidden.mul_(2.0)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
@@ -265,10 +270,26 @@ def test_what_crosses_with_the_hidden_state_is_priced_at_each_cut() -> None:
 
 
 def test_what_does_not_run_in_parts_is_refused() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xlnet", **MISSING_DEFAULTS.get("xlnet", {})))
+    """The model computes with what a layer returns beside its hidden state: a layer of another stage returns none of it."""
+    model = odd()
+    model.model.doubles = True
     (problem,) = facts_of(model).problems
-    assert problem.startswith("cut in two, it does not run, or cannot be initialised (RuntimeError at modeling_xlnet.py:")
+    assert problem.startswith("cut in two, it does not run, or cannot be initialised (TypeError")
+
+
+def test_a_hidden_state_that_is_changed_between_layers_is_refused() -> None:
+    """Each stage would change it again."""
+    model = odd()
+    model.model.scaled = True
+    assert any("the output of layer 'model.layers.0' is changed after it" in problem for problem in facts_of(model).problems)
+
+
+@pytest.mark.parametrize(("model_type", "sizes"), [("xlnet", (POSITIONS, ROWS, 32)), ("deepseek_v4", (ROWS, POSITIONS, 4, 32))])
+def test_a_hidden_state_crosses_whatever_its_dimensions_are(model_type: str, sizes: tuple[int, ...]) -> None:
+    model = built(model_type, **known(model_type))
+    facts = facts_of(model)
+    assert (facts.problems, facts.hidden) == ((), sizes)
+    compare(model, facts, 2, packed=False)
 
 
 def test_what_both_ends_use_is_held_inside_of_what_stands_for_its_module() -> None:

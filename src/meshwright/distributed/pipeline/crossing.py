@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import UnsupportedError
-from meshwright.plan.given.cut_points import POSITIONS, ROWS, Path, carried_over, entering_shape, sized
+from meshwright.plan.given.cut_points import POSITIONS, ROWS, Path, carried_over, entering_shape, features_of, sized
 from meshwright.plan.result.cut_action import Cut
 
 __all__ = ["Crossing", "receive_outermost", "tensors_of_call"]
@@ -38,6 +38,7 @@ class Crossing:
         self._cut = action
         self._enters = tuple(carried_over(action.carried, action.begin)) if action.begin else ()
         self._leaves = tuple(carried_over(action.carried, action.end)) if action.end < len(action.order) else ()
+        self._turned = tuple(action.sizes[:2]) != (ROWS, POSITIONS)
         self._received: torch.Tensor | None = None
         self._values: dict[int, torch.Tensor] = {}
         self._blanks: list[tuple[nn.Module, str, tuple[int, ...]]] = []
@@ -47,7 +48,7 @@ class Crossing:
     def shape(self, rows: int, positions: int) -> tuple[int, ...]:
         """Return the shape of what enters the stage."""
         cut = self._cut
-        return entering_shape(cut.streams, cut.features, cut.carried, cut.begin, rows, positions)
+        return entering_shape(cut.sizes, cut.carried, cut.begin, rows, positions)
 
     @property
     def received(self) -> torch.Tensor | None:
@@ -61,13 +62,12 @@ class Crossing:
             return
         for module, own, shape in self._blanks:
             vars(module)[own] = tensor.new_zeros(shape)
-        if not self._enters:
+        if not (self._enters or self._turned):
             return
         rows, length, cut = tensor.shape[0], tensor.shape[1], self._cut
-        wholes = [(ROWS, POSITIONS, *cut.streams, cut.features), *(cut.carried[number][0] for number in self._enters)]
-        features = [_features(sizes) for sizes in wholes]
-        # Copies: models reshape what they are given, and change it in place.
-        pieces = [piece.contiguous() for piece in tensor.split(features, -1)]
+        wholes = [cut.sizes, *(cut.carried[number][0] for number in self._enters)]
+        features = [features_of(sizes) for sizes in wholes]
+        pieces = tensor.split(features, -1)  # which become copies: models change what they are given in place
         self.hidden, *others = map(_apart, pieces, wholes, [(rows, length)] * len(wholes))
         self._values = dict(zip(self._enters, others, strict=True))
 
@@ -106,10 +106,10 @@ class Crossing:
         """Return what leaves the stage after its layers ran, and forget it."""
         (sent, self.sent), cut = (self.sent, None), self._cut
         assert sent is not None
-        if not self._leaves:
+        if not (self._leaves or self._turned):
             return sent
-        rows, length = sent.shape[:2]
-        together = [sent.flatten(2)]
+        rows, length = sent.shape[cut.sizes.index(ROWS)], sent.shape[cut.sizes.index(POSITIONS)]
+        together = [_together(sent, cut.sizes, rows)]
         for number in self._leaves:
             tensor, sizes = self._values.get(number), cut.carried[number][0]
             if not isinstance(tensor, torch.Tensor):
@@ -132,28 +132,19 @@ def _reader(cut: Cut, number: int) -> str:
     return cut.order[next(layer for layer, _ in cut.carried[number][2] if layer >= cut.end)][0]
 
 
-def _features(sizes: Sequence[int]) -> int:
-    number = 1
-    for size in sizes:
-        number *= size if size > 0 else 1
-    return number
-
-
 def _together(tensor: torch.Tensor, sizes: Sequence[int], rows: int) -> torch.Tensor:
     """Return [rows, positions, features] for a tensor of some sizes. What all rows share, each of them has."""
-    place = list(sizes).index(POSITIONS)
     if ROWS not in sizes:
-        tensor, place = tensor.expand(rows, *tensor.shape), place + 1
-    return tensor.movedim(place, 1).flatten(2)
+        tensor, sizes = tensor.expand(rows, *tensor.shape), (ROWS, *sizes)
+    return tensor.movedim((sizes.index(ROWS), sizes.index(POSITIONS)), (0, 1)).flatten(2)
 
 
 def _apart(tensor: torch.Tensor, sizes: Sequence[int], batch: tuple[int, int]) -> torch.Tensor:
     """Return a tensor of some sizes for [rows, positions, features], the inverse of :func:`_together`."""
-    rows, positions = batch
-    place = list(sizes).index(POSITIONS) + (ROWS not in sizes)
-    others = [size for size in sizes if size not in (ROWS, POSITIONS)]
-    tensor = tensor.reshape(rows, positions, *others).movedim(1, place)
-    return tensor if ROWS in sizes else tensor[0]
+    whole = sizes if ROWS in sizes else (ROWS, *sizes)
+    others = [size for size in whole if size not in (ROWS, POSITIONS)]
+    tensor = tensor.reshape(*batch, *others).movedim((0, 1), (whole.index(ROWS), whole.index(POSITIONS)))
+    return (tensor if ROWS in sizes else tensor[0]).contiguous()
 
 
 def receive_outermost(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "StageFacts",
     "carried_over",
     "entering_shape",
+    "features_of",
     "sized",
 ]
 
@@ -40,14 +41,21 @@ def sized(sizes: Sequence[int], rows: int, positions: int) -> tuple[int, ...]:
     return tuple({ROWS: rows, POSITIONS: positions}.get(size, size) for size in sizes)
 
 
-def entering_shape(
-    streams: Sequence[int], features: int, carried: Sequence[Carried], index: int, rows: int, positions: int
-) -> tuple[int, ...]:
-    """Return the shape of what crosses the cut before the layer of an index: the hidden state, or one tensor
-    [rows, positions, features] of it and of what is carried.
+def entering_shape(hidden: Sequence[int], carried: Sequence[Carried], index: int, rows: int, positions: int) -> tuple[int, ...]:
+    """Return the shape of what crosses the cut before the layer of an index.
+
+    It is the hidden state if that is [rows, positions, ...] and alone. Otherwise it is one tensor [rows, positions, features]
+    of it and of what is carried.
     """
-    more = sum(prod(size for size in carried[number][0] if size > 0) for number in carried_over(carried, index))
-    return (rows, positions, prod(streams) * features + more) if more else (rows, positions, *streams, features)
+    more = [carried[number][0] for number in carried_over(carried, index)]
+    if tuple(hidden[:2]) == (ROWS, POSITIONS) and not more:
+        return sized(hidden, rows, positions)
+    return rows, positions, sum(map(features_of, (hidden, *more)))
+
+
+def features_of(sizes: Sequence[int]) -> int:
+    """Return how many values a tensor of some sizes has for each position of a row."""
+    return prod(size for size in sizes if size > 0)
 
 
 @dataclass(frozen=True)
@@ -94,12 +102,12 @@ class StageFacts:
             model around it.
         used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both. What no side
             uses is with the first.
-        hidden: size of the last dimension of the hidden state.
+        hidden: sizes of the hidden state, see :data:`Carried`. It may have several residual streams, before or after rows and
+            positions.
         uncut: indices of layers before which the model cannot be cut, to why: a layer reads more of an earlier one than its
             hidden state, such as the tokens that it chose.
-        streams: sizes of its dimensions between positions and features, such as the number of residual streams.
         problems: why the model cannot be cut.
-        after: modules without parameters that run after the last layer alone.
+        after: modules without parameters that run after the last layer, and in none.
         idle: the outermost modules with parameters that do not run, such as an image tower in training on text, and other
             parameters that nobody uses.
         carried: what layers read beside their hidden state, of what runs before the first layer or of earlier layers.
@@ -111,11 +119,10 @@ class StageFacts:
     trailing: tuple[str, ...] = ()
     body: str = ""
     used: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    hidden: int = 0
+    hidden: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
-    streams: tuple[int, ...] = ()
     uncut: Mapping[int, str] = field(default_factory=dict)
     carried: tuple[Carried, ...] = ()
     blank: tuple[str, ...] = ()

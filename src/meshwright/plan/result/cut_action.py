@@ -18,15 +18,14 @@ class Cut:
         begin: index of the first layer of the stage.
         end: index after its last layer.
         leading: each module that runs before the first layer: its name, the features of its output, and whether it looks rows
-            up. Later stages get zeros instead. Fourth, if it is called without a tensor, the sizes of its output, see
-            :data:`~meshwright.plan.given.cut_points.Carried`.
+            up. Later stages get zeros instead. Fourth, if it is called without a tensor, the sizes of its output.
         held: parameters that modules before the first layer and after the last one share, by their first names. Both ends have
             them under these names, whatever stands for the module there.
         trailing: modules that run after the last layer. Earlier stages pass their input on.
-        features: size of the last dimension of the hidden state.
-        after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
+        sizes: those of the hidden state, see :data:`~meshwright.plan.given.cut_points.Carried`.
+        after: modules without parameters that run after the last layer, and in none. On earlier stages nobody uses what they
+            return.
         idle: modules that do not run, such as an image tower, and parameters that nobody uses. The first stage has them.
-        streams: sizes of what the hidden state has between positions and features, such as the number of residual streams.
         carried: what layers read beside their hidden state: of what runs before the first layer, or of earlier layers. It
             crosses every cut between where it is made and the last layer that reads it.
         blank: parameters of modules around the layers that are used before the first one. Later stages get zeros instead.
@@ -39,9 +38,8 @@ class Cut:
     leading: tuple[tuple[str, int, bool, tuple[int, ...]], ...] = ()
     held: tuple[str, ...] = ()
     trailing: tuple[str, ...] = ()
-    features: int = 0
+    sizes: tuple[int, ...] = ()
     after: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
-    streams: tuple[int, ...] = ()
     carried: tuple[Carried, ...] = ()
     blank: tuple[str, ...] = ()

@@ -66,12 +66,10 @@ class CarriedTensors:
 
         They are empty if it does not have the same number of values for each position, for each row or for all rows together.
         """
-        sizes = list(tensor.shape)
-        if sizes and sizes[0] == self._rows:
-            sizes[0] = ROWS
-        sizes = [POSITIONS if size == self._positions else size for size in sizes]
+        sizes = [{self._rows: ROWS, self._positions: POSITIONS}.get(size, size) for size in tensor.shape]
         several = any(size > 0 and (size % self._rows == 0 or size % self._positions == 0) for size in sizes)
-        return () if several or sizes.count(POSITIONS) != 1 or 0 in sizes else tuple(sizes)
+        legal = sizes.count(POSITIONS) == 1 and sizes.count(ROWS) <= 1 and 0 not in sizes and not several
+        return tuple(sizes) if legal else ()
 
     def facts(self) -> tuple[Carried, ...]:
         """Return what crosses some cut. A layer whose call has it is given it, whether it reads it or not."""

@@ -32,7 +32,7 @@ from meshwright.models.reading.tracing import (
     tensors_in,
     traced,
 )
-from meshwright.plan.given.cut_points import LayerFacts, LeadingFacts, StageFacts
+from meshwright.plan.given.cut_points import ROWS, LayerFacts, LeadingFacts, StageFacts
 from meshwright.plan.given.hidden_argument import first_of, hidden_argument, with_first
 from meshwright.plan.given.names import holder_of, inside, within
 from meshwright.plan.given.parameter_storage import names_of_parameters
@@ -56,7 +56,7 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         experts: its mixtures. They are not called, because what they do depends on values.
     """
     # A number of rows that divides no size, too: otherwise features would look like rows.
-    positions = meta_positions(prime_length(model), prime_length(model, above=4))
+    positions = meta_positions(length := prime_length(model), rows=prime_length(model, above=length))
     found, why = traced(model, experts, partial(_StageTracer, model, layers), positions=positions)
     if found is not None and len(found.layers) < len(layers):  # those of an image tower, or that read images, do not run
         running = list(dict.fromkeys(layer.name for layer in found.layers))
@@ -100,6 +100,14 @@ class _StageTracer(Tracer):
         if len(self.layers) > 1 and len(self.uncut) == len(self.layers) - 1:
             for why in dict.fromkeys(self.uncut.values()):
                 self.problems.add("pp.reads_more", why)
+        sizes = () if self.hidden is None else self.carried.sizes_of(self.hidden)
+        if self.hidden is not None and ROWS not in sizes:
+            shape = tuple(self.hidden.shape)
+            self.problems.add(
+                "pp.hidden_state",
+                f"the hidden state of {self.inputs.positions.shape[0]} rows of {self.inputs.positions.shape[1]} tokens has the "
+                f"shape {shape}, and no dimension for the rows and one for the tokens",
+            )
         body = _around([layer.name for layer in self.layers], self.takes_tokens)
         blank = tuple(name for name, sides in self.used.items() if sides == {"first"} and holder_of(name) == body)
         for name, sides in self.used.items():
@@ -141,11 +149,10 @@ class _StageTracer(Tracer):
             tuple(dict.fromkeys(trailing)),
             body,
             used,
-            0 if self.hidden is None else self.hidden.shape[-1],
+            sizes,
             tuple(dict.fromkeys(self.problems)),
-            tuple(name for name, after in dict.fromkeys(self.calls) if after and self._plain_and_last(name)),
+            tuple(name for name, after in dict.fromkeys(self.calls) if after and self._plain(name)),
             idle,
-            () if self.hidden is None else tuple(self.hidden.shape[2:-1]),
             dict(sorted(self.uncut.items())),
             self.carried.facts(),
             blank,
@@ -160,10 +167,9 @@ class _StageTracer(Tracer):
                 found.append(name)
         return tuple(found)
 
-    def _plain_and_last(self, name: str) -> bool:
-        """Return whether a module without parameters runs after the last layer alone."""
-        plain = not any(inside(parameter, name) for parameter in self.first_names)
-        return plain and (name, False) not in self.calls and name not in self.in_layers
+    def _plain(self, name: str) -> bool:
+        """Return whether a module has no parameters, and does not run in a layer."""
+        return name not in self.in_layers and not any(inside(parameter, name) for parameter in self.first_names)
 
     def calls_with_parameters(self) -> Iterator[str]:
         """Yield the names of the outermost modules outside of layers that ran and have parameters."""
@@ -237,6 +243,13 @@ class _StageTracer(Tracer):
 
     def operator(self, operator: Operator) -> None:
         """Carry on what results were computed from, and report what should not be read here."""
+        if operator.function._schema.is_mutable and self.running is None and 0 < len(self.layers) < len(self.expected):
+            changed = [
+                tensor for tensor in operator.results if self.hidden is not None and _storage(tensor) == _storage(self.hidden)
+            ]
+            if changed:
+                last = self.layers[-1].name
+                self.problems.add("pp.reads_more", f"the output of layer {last!r} is changed after it{place_now()}")
         self._computed(operator.tensors, operator.results, operator.module)
 
     def _computed(self, tensors: list[torch.Tensor], results: list[torch.Tensor], module: str) -> None:
@@ -309,7 +322,11 @@ def _is_whole(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     if tensor is of:
         return True
     alike = (tensor.shape, tensor.stride(), tensor.dtype) == (of.shape, of.stride(), of.dtype)
-    return alike and tensor.storage_offset() == 0 and tensor.untyped_storage()._cdata == of.untyped_storage()._cdata
+    return alike and tensor.storage_offset() == of.storage_offset() and _storage(tensor) == _storage(of)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _around(layers: Sequence[str], takes_tokens: Collection[str]) -> str:

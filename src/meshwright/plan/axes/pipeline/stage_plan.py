@@ -49,7 +49,6 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
         facts.hidden,
         facts.after,
         facts.idle,
-        facts.streams,
         facts.carried,
         facts.blank,
     )
@@ -317,4 +316,4 @@ def crossing_shape(plan: ShardingPlan, stage: int, rows: int, length: int) -> tu
     cut = next(action for action in plan.program if isinstance(action, Cut))
     slices = plan.layout.size("cp") * (plan.layout.size("tp") if plan.options.sequence_parallel else 1)
     begin = [name for name, *_ in cut.order].index(plan.stages[stage].layers[0])
-    return entering_shape(cut.streams, cut.features, cut.carried, begin, rows, length // slices)
+    return entering_shape(cut.sizes, cut.carried, begin, rows, length // slices)
