@@ -41,6 +41,23 @@ def resolve_tensor_parallel(draft: Draft) -> Found[TensorParallel]:
         problems += styles_of_parameters("tp_styles", structure.styles or draft.spec.tp_styles, draft.parameters)[1]
         return Found(TensorParallel(), problems)
     chosen = choose_styles(draft)
+    found = _carried_out(draft, chosen)
+    if chosen.value[0] != "model" or not found.problems or {problem.code for problem in found.problems} - _INCOMPLETE:
+        return found
+    # A declared plan that leaves something out is no reason not to slice what a trace shows.
+    why = ("model", f"its plan cannot be carried out: {found.problems[0]}")
+    traced = _derived(draft)
+    derived = _carried_out(draft, Found(_with_norms(draft, "derived", traced, [*chosen.value[2], why]))) if traced else found
+    return found if derived.problems else derived
+
+
+_INCOMPLETE = {"tp.style.missing", "tp.style.unknown", "tp.style.misfit"}
+"""Codes of what may be wrong with the styles that a model declares: they leave a parameter out, or are not supported."""
+
+
+def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorParallel]:
+    """Assign styles to parameters and modules, and derive the moves."""
+    structure, tp = draft.structure, draft.layout.size("tp")
     (level, styles, passed_over), problems = chosen.value, Problems(chosen.problems)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
@@ -173,12 +190,17 @@ def choose_styles(draft: Draft) -> Found[StyleChoice]:
         return Found(("", {}, []), [problem])
     if level == "given":
         return Found((level, styles, passed_over))
+    return Found(_with_norms(draft, level, styles, passed_over))
+
+
+def _with_norms(draft: Draft, level: str, styles: Mapping[str, str], passed_over: list[tuple[str, str]]) -> "StyleChoice":
+    """Return a choice with the styles of norms of heads that it leaves out."""
     named: dict[str, str] = {}
     for pattern, style in styles.items():
         for name in match_names(pattern, draft.model.modules):
             named.setdefault(name, style)
     norm_styles = _patterns(draft, styles_of_norms(draft.pairs.found, named, draft.model))
-    return Found((level, {**styles, **norm_styles}, passed_over))
+    return level, {**styles, **norm_styles}, passed_over
 
 
 def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:
