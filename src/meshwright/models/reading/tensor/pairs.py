@@ -55,7 +55,7 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         if (type(module) is nn.Linear or is_conv1d(module))
         and within(name, layers)
         and not within(name, adapters)
-        and all(len(names[own]) == 1 for own in module.parameters())
+        and all(within(own, layers) for parameter in module.parameters() for own in names[parameter])
     }
     parameters = {  # norms of heads; what else holds parameters computes something with them
         first: not others and within(holder_of(first), layers) and not any(True for _ in modules[holder_of(first)].children())
@@ -71,7 +71,7 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     whole, _ = traced(model, experts, tracer)
     if whole is None:
         return Pairs()
-    found = [pair for pair in whole.pairs() if pair.blocks > 1]
+    found = _alike([pair for pair in whole.pairs() if pair.blocks > 1], modules, names)
     plain = [pair for pair in found if pair.blocks == _width(linear[pair.second], 1)]
     for pairs, counted in [*((found, counted) for counted in _COUNTED), (plain, _COUNTED[0])]:
         tried = [_with_counts(pair, modules, counted) for pair in pairs]
@@ -83,6 +83,22 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         if trial is not None and trial.repeats(whole) and expected <= set(trial.pairs()):
             return Pairs(tuple(tried), whole.mixed, _vocabulary(model, names), tuple(whole.read))
     return Pairs(mixed=whole.mixed, read=tuple(whole.read))
+
+
+def _alike(pairs: list[Pair], modules: Mapping[str, nn.Module], names: Mapping[torch.Tensor, Sequence[str]]) -> list[Pair]:
+    """Return the pairs whose matrices are on the same side of pairs in all layers that share them."""
+
+    def others(name: str) -> set[str]:
+        return {holder_of(own) for parameter in modules[name].parameters() for own in names[parameter]}
+
+    while True:
+        firsts, seconds = {name for pair in pairs for name in pair.firsts}, {pair.second for pair in pairs}
+        kept = [
+            pair for pair in pairs if others(pair.second) <= seconds and all(others(name) <= firsts for name in pair.firsts)
+        ]
+        if len(kept) == len(pairs):
+            return pairs
+        pairs = kept
 
 
 def _with_counts(pair: Pair, modules: Mapping[str, nn.Module], names: re.Pattern[str]) -> Pair:
