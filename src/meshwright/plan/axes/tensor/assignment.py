@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from meshwright.errors import Problems
+from meshwright.plan.axes.tensor.style_checks import packs_two
 from meshwright.plan.axes.tensor.styles import FIRST, canonical, styles_of_parameters
 from meshwright.plan.axes.tensor.with_adapters import styles_of_experts
 from meshwright.plan.draft import Draft
@@ -74,6 +75,7 @@ def assign_styles(draft: Draft, level: str, styles: Mapping[str, str]) -> tuple[
     steps: list[Callable[[Draft, Assignment, bool], tuple[Assignment, Problems]]] = [
         _keep_latents_whole,
         *([_leave_experts] if draft.layout.ep > 1 else []),
+        *([_pack_experts] if level == "model" else []),
         _slice_adapters_of_experts,
         *([_leave_statistics] if level != "derived" else []),  # a trace shows more than the names that a module's code uses
         _leave_what_others_read,
@@ -116,6 +118,20 @@ def _leave_experts(draft: Draft, assigned: Assignment, given: bool) -> tuple[Ass
     return assigned.without(experts, {own for parameters in sliced.values() for own in parameters}), problems
 
 
+def _pack_experts(draft: Draft, assigned: Assignment, given: bool) -> tuple[Assignment, Problems]:
+    """Slice both matrices of what the code of experts takes apart, where the model declares that its rows are sliced as one."""
+    packed = {
+        draft.model.parameter_of[f"{name}.{own}"].name: "packed_colwise"
+        for name, style in assigned.modules.items()
+        if style == "moe_tp_experts"
+        for own in draft.model.modules[name].parameters
+        if packs_two(draft.model, name, own)
+    }
+    packed = {name: style for name, style in packed.items() if assigned.parameters.get(name) == "colwise"}
+    parameters, declared = {**assigned.parameters, **packed}, {**assigned.declared, **packed}
+    return replace(assigned, parameters=parameters, declared=declared), Problems()
+
+
 def _slice_adapters_of_experts(draft: Draft, assigned: Assignment, given: bool) -> tuple[Assignment, Problems]:
     """Slice the adapters that are in modules of sliced experts themselves."""
     adapters: dict[str, str] = {}
@@ -152,14 +168,17 @@ def _leave_statistics(draft: Draft, assigned: Assignment, given: bool) -> tuple[
 
 
 def _leave_what_others_read(draft: Draft, assigned: Assignment, given: bool) -> tuple[Assignment, Problems]:
-    """Keep an embedding whole, with what is tied to it, if a module around it reads its matrix itself.
+    """Keep an embedding whole, with what is tied to it, if a module around it reads its matrix itself, or if it has a module
+    inside of it, such as a norm: that would compute with partial sums.
 
     If the user gave the styles, this is a problem instead.
     """
-    problems, model, read, why = Problems(), draft.model, draft.pairs.read, "another module reads its matrix"
+    problems, model, read = Problems(), draft.model, draft.pairs.read
     for name in [name for name, style in assigned.modules.items() if style.startswith("embedding")]:
-        if not (reads_matrix(model, name) if read is None else name in read):
+        inner = [] if model.in_adapter(name) or name in model.adapters else [*model.children(name)]
+        if not inner and not (reads_matrix(model, name) if read is None else name in read):
             continue
+        why = f"{inner[0]!r} in it computes with its rows" if inner else "another module reads its matrix"
         if given:
             problems.add("tp.style.tied", f"tp_plan: {name!r} is sliced, but {why}; leave it out")
             continue

@@ -223,7 +223,7 @@ def _first_level(draft: Draft) -> StyleChoice:
         return "family", declared, passed_over
     passed_over.append(("family", f"none is written for {spec.family}"))
     if spec.tp_styles:
-        return "model", spec.tp_styles, passed_over
+        return "model", _summed(draft, spec.tp_styles), passed_over
     passed_over.append(("model", f"{spec.family} declares no tp_styles (base_model_tp_plan of its config)"))
     if derived := _derived(draft):
         return "derived", derived, passed_over
@@ -231,6 +231,19 @@ def _first_level(draft: Draft) -> StyleChoice:
     unpaired = "no linear layer puts out features that enter another one without being mixed"
     passed_over.append(("derived", untraced if draft.traced_pairs is None else unpaired))
     return "", {}, passed_over
+
+
+def _summed(draft: Draft, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return declared styles with ``moe_tp_experts`` in place of ``all_reduce``, for modules that have parameters themselves.
+
+    transformers sums what such a module puts out, and leaves the gradient of its input to the caller; ours sums both.
+    """
+    modules = draft.model.modules
+    own = {pattern: [modules[name].parameters for name in match_names(pattern, modules)] for pattern in styles}
+    return {
+        pattern: "moe_tp_experts" if style == "all_reduce" and own[pattern] and all(own[pattern]) else style
+        for pattern, style in styles.items()
+    }
 
 
 def _derived(draft: Draft) -> dict[str, str]:

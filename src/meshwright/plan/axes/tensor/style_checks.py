@@ -19,7 +19,7 @@ from meshwright.plan.given.names import generalize, holder_of, inside, within
 from meshwright.plan.given.sliced_code import counts_heads
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
-__all__ = ["slices_nobody_computes", "style_problems"]
+__all__ = ["packs_two", "slices_nobody_computes", "style_problems"]
 
 _PACKED = {"packed_colwise", "fused_colwise"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -84,7 +84,7 @@ def style_problems(
             )
         if style == "moe_tp_experts":
             for own, shape in model.modules[name].parameters.items():
-                if parameter_styles.get(model.parameter_of[f"{name}.{own}"].name) == "colwise" and _packs(model, name, own):
+                if parameter_styles.get(model.parameter_of[f"{name}.{own}"].name) == "colwise" and packs_two(model, name, own):
                     yield Refusal(
                         "tp.style.misfit",
                         f"{f'{name}.{own}'!r} has the style colwise, but the code of {name!r} takes it apart by chunk(2), "
@@ -114,7 +114,7 @@ def style_problems(
             )
 
 
-def _packs(model: Inspection, name: str, own: str) -> bool:
+def packs_two(model: Inspection, name: str, own: str) -> bool:
     """Return whether a parameter of a module has the rows of two matrices, which its code takes apart by ``chunk``."""
     small = small_of_experts(model, name)
     shapes = {item: shape for item, shape in model.modules[name].parameters.items() if item not in small}
