@@ -64,6 +64,9 @@ CELLS = [
             ("deepseek_v4", "pp 4", "pad"),  # several residual streams
             ("falcon_h1", "pp 2 x shard 2", "pad"),  # a model that fills buffers of all its layers
             ("mllama", "pp 2", "pack"),  # layers that do not run, among others
+            ("doge", "tp 2 seq", "pad"),  # a declared plan that leaves a parameter out
+            ("inkling_text", "tp 2 seq", "pad"),  # shared experts that sum what they put out, an embedding with a norm
+            ("zamba", "tp 2", "pad"),  # matrices that layers share
             ("gemma4_text", "pp 4", "pack"),
             ("gemma4_text", "pp 2 x tp 2", "pack"),
             ("gemma4_text", "pp 2 x cp 2", "pack"),

@@ -1,11 +1,13 @@
 """Pairs of matrices, and regions of layers, that a trace finds: what can be sliced is, and what cannot is named."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from maintain.default_configs import MISSING_DEFAULTS, model_types
 from maintain.tiny import HEADS
@@ -328,3 +330,64 @@ def test_a_trace_draws_the_same_numbers_each_time_and_leaves_the_generator() -> 
     assert len(drawn) > 1
     assert len(set(drawn)) == 1
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_matrices_that_layers_share_are_sliced_if_all_of_these_layers_can() -> None:
+    """The MLP of Zamba's layers is one; where one of two layers mixes the features of its own, neither is a pair."""
+    for mixed in (False, True):
+        model = tiny_model("llama", meta=True)
+        first, second = (layer.mlp for layer in model.model.layers)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(second, name).weight = getattr(first, name).weight
+        if mixed:
+            model.model.layers[1].mlp = Changed(second, lambda module, inner: inner.cumsum(-1))
+        seconds = {pair.second for pair in trace_pairs(model, LAYERS).found}
+        assert seconds == {
+            f"{layer}.{part}" for layer in LAYERS for part in ("self_attn.o_proj", *(() if mixed else ("mlp.down_proj",)))
+        }
+
+
+def test_a_declared_plan_that_leaves_a_parameter_out_gives_way_to_the_trace() -> None:
+    """Doge's attention has a vector of one value for each head, to which its declared plan gives no style."""
+
+    class Scaled(LlamaAttention):
+        def __init__(self, inner: LlamaAttention) -> None:
+            super().__init__(inner.config, inner.layer_idx)
+            self.scale = nn.Parameter(torch.ones(inner.config.num_attention_heads * inner.head_dim))
+
+        def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
+            output, weights = super().forward(hidden_states, *args, **kwargs)
+            return output * self.scale[0], weights
+
+    model = tiny_model("llama", meta=True)
+    model.__class__ = type("OddForCausalLM", (LlamaForCausalLM,), {})
+    with torch.device("meta"):
+        for layer in model.model.layers:
+            layer.self_attn = Scaled(layer.self_attn)
+    spec = replace(spec_of(model), structure=None)
+    plan = resolve(spec, model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+    assert plan.tp_level == "derived"
+    level, why = plan.tp_passed_over[-1]
+    assert level == "model"
+    assert why.startswith("its plan cannot be carried out: 'model.layers.*.self_attn.scale' has no style")
+    sliced = {row.module for row in plan.tensor_parallel if row.style == "rowwise"}
+    assert sliced == {f"{layer}.{part}" for layer in LAYERS for part in ("self_attn.o_proj", "mlp.down_proj")}
+
+
+class NormedEmbedding(nn.Embedding):
+    def __init__(self, inner: nn.Embedding) -> None:
+        super().__init__(inner.num_embeddings, inner.embedding_dim)
+        self.norm = nn.LayerNorm(inner.embedding_dim)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(input))
+
+
+def test_an_embedding_with_a_norm_inside_is_whole() -> None:
+    """Each rank would take the norm of its partial sums."""
+    model = tiny_model("llama", meta=True)
+    with torch.device("meta"):
+        model.model.embed_tokens = NormedEmbedding(model.model.embed_tokens)
+    plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+    assert ("model.embed_tokens", "'model.embed_tokens.norm' in it computes with its rows") in plan.tp_passed_over
+    assert not any("embed_tokens" in row.module for row in plan.tensor_parallel)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
@@ -11,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
+from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import STYLES
 from meshwright.plan.given.inspection import inspect_model
 from meshwright.plan.given.options import ParallelOptions
@@ -325,3 +327,51 @@ def test_biases_of_packed_matrices_are_packed_too_and_refused_where_fsdp_would_s
         PlanError, match=r"gate_up.bias' packs matrices along its rows, which tp slices, so FSDP can shard no other"
     ):
         resolve(spec, model, Layout(tp=2, dp_shard=2), ParallelOptions())
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(4, 16, 6))
+        self.down_proj = nn.Parameter(torch.empty(4, 6, 8))
+
+    def forward(self, x: Any) -> Any:
+        gate, up = (x @ self.gate_up_proj.mT).chunk(2, dim=-1)
+        return (gate * up) @ self.down_proj.mT
+
+
+class SharedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.empty(2, 8, 6))
+        self.down_proj = nn.Parameter(torch.empty(2, 6, 8))
+
+    def forward(self, x: Any, gammas: Any) -> Any:
+        return ((x @ self.up_proj.mT) * gammas @ self.down_proj.mT).sum(0)
+
+
+def test_declared_styles_of_experts_are_carried_out_as_their_code_computes() -> None:
+    """Inkling declares the two matrices of its experts as one, and that its shared experts sum what they put out."""
+    moe = nn.ModuleDict({"experts": Experts(), "shared": SharedExperts()})
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"moe": moe})])})
+    declared = {
+        "layers.*.moe.experts.gate_up_proj": "colwise",
+        "layers.*.moe.experts.down_proj": "rowwise",
+        "layers.*.moe.experts": "moe_tp_experts",
+        "layers.*.moe.shared.up_proj": "colwise",
+        "layers.*.moe.shared.down_proj": "rowwise",
+        "layers.*.moe.shared": "all_reduce",
+    }
+    plan = resolve(ParallelSpec("mine", layers=("layers.*",), tp_styles=declared), model, TP2, ParallelOptions())
+    own = {row.name.partition(".moe.")[2]: row.tp_style for row in plan.parameters}
+    assert own == {
+        "experts.gate_up_proj": "packed_colwise",
+        "experts.down_proj": "rowwise",
+        "shared.up_proj": "colwise",
+        "shared.down_proj": "rowwise",
+    }
+    rows = {row.module.rpartition(".")[2]: (row.entry, row.exit) for row in plan.tensor_parallel}
+    assert rows == dict.fromkeys(("experts", "shared"), (Move.ENTER, Move.LEAVE))
+    del declared["layers.*.moe.shared.down_proj"]  # then its sum would be of whole outputs
+    with pytest.raises(PlanError, match="the style 'all_reduce' of 'layers.*.moe.shared' is not supported"):
+        resolve(ParallelSpec("mine", layers=("layers.*",), tp_styles=declared), model, TP2, ParallelOptions())

@@ -51,7 +51,7 @@ def resolve_tensor_parallel(draft: Draft) -> Found[TensorParallel]:
     return found if derived.problems else derived
 
 
-_INCOMPLETE = {"tp.style.missing", "tp.style.unknown", "tp.style.misfit"}
+_INCOMPLETE = {"tp.style.missing", "tp.style.unknown"}
 """Codes of what may be wrong with the styles that a model declares: they leave a parameter out, or are not supported."""
 
 
@@ -234,16 +234,24 @@ def _first_level(draft: Draft) -> StyleChoice:
 
 
 def _summed(draft: Draft, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return declared styles with ``moe_tp_experts`` in place of ``all_reduce``, for modules that have parameters themselves.
+    """Return declared styles with ``moe_tp_experts`` in place of ``all_reduce``, for modules whose own parameters are sliced.
 
     transformers sums what such a module puts out, and leaves the gradient of its input to the caller; ours sums both.
     """
-    modules = draft.model.modules
-    own = {pattern: [modules[name].parameters for name in match_names(pattern, modules)] for pattern in styles}
-    return {
-        pattern: "moe_tp_experts" if style == "all_reduce" and own[pattern] and all(own[pattern]) else style
+    model = draft.model
+    parameters, _ = styles_of_parameters("tp_styles", styles, model.parameters)
+
+    def sliced(name: str) -> bool:
+        shapes = model.modules[name].parameters
+        given = {own: parameters.get(model.parameter_of[f"{name}.{own}"].name) for own in shapes}
+        return bool(shapes) and all(tp_dim(given[own], shape) is not None for own, shape in shapes.items())
+
+    summed = {
+        pattern: "moe_tp_experts"
         for pattern, style in styles.items()
+        if style == "all_reduce" and all(map(sliced, match_names(pattern, model.modules)))
     }
+    return {**styles, **summed}
 
 
 def _derived(draft: Draft) -> dict[str, str]:
