@@ -373,5 +373,5 @@ def test_declared_styles_of_experts_are_carried_out_as_their_code_computes() -> 
     rows = {row.module.rpartition(".")[2]: (row.entry, row.exit) for row in plan.tensor_parallel}
     assert rows == dict.fromkeys(("experts", "shared"), (Move.ENTER, Move.LEAVE))
     del declared["layers.*.moe.shared.down_proj"]  # then its sum would be of whole outputs
-    with pytest.raises(PlanError, match="the style 'all_reduce' of 'layers.*.moe.shared' is not supported"):
+    with pytest.raises(PlanError, match=r"the style 'all_reduce' of .*shared' is not supported"):
         resolve(ParallelSpec("mine", layers=("layers.*",), tp_styles=declared), model, TP2, ParallelOptions())
