@@ -232,6 +232,37 @@ def odd() -> Any:
     return model.train()
 
 
+class Routed(nn.Module):
+    """Experts that a family does not declare: how many tokens each gets depends on values."""
+
+    def __init__(self, inner: nn.Module, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(hidden, 2, dtype=torch.float64), Ones(inner)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(hidden).flatten(0, 1).softmax(-1).topk(1)
+        return self.experts(hidden.flatten(0, 1), index, weights).view_as(hidden)
+
+
+class Ones(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        chosen = top_k_index[:, 0].nonzero()[:, 0]
+        return torch.zeros_like(hidden).index_add(0, chosen, self.inner(hidden[chosen]) * top_k_weights[chosen])
+
+
+def test_experts_that_a_family_does_not_declare_are_passed_over() -> None:
+    model = tiny("llama", 4)
+    for layer in model.model.layers:
+        layer.mlp = Routed(layer.mlp, model.config.hidden_size)
+    facts = facts_of(model)
+    assert facts.problems == ()
+    compare(model, facts, 2, packed=False)
+
+
 def test_what_layers_read_beside_their_hidden_state_crosses_in_a_family_that_nobody_knows() -> None:
     model = odd()
     facts = facts_of(model)

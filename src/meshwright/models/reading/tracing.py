@@ -10,7 +10,8 @@ with, and a plan asks few of them.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.model_code import place_of_error
 from meshwright.models.reading.traced_tensors import meta_positions, meta_tensors, prime_length, tensors_in
-from meshwright.plan.given.hidden_argument import HIDDEN, value_of
+from meshwright.plan.given.hidden_argument import HIDDEN, forward_of, value_of
 from meshwright.plan.given.names import match_names
 from meshwright.plan.given.spec import ExpertsRule
 
@@ -50,6 +51,9 @@ __all__ = [
 _NAME = "meshwright_trace"
 RULE = "_meshwright_rule"
 """Attribute of a traced mask that holds its rule: (batch, head, query, key) -> bool."""
+
+_ROUTED = {"top_k_index", "top_k_weights"}
+"""Names of the arguments that the experts of transformers get beside their hidden state, whatever a family declares of them."""
 
 MASK_DEVICES = ("cpu", "meta", None)
 """The mask devices to try, see :class:`Inputs`: which of them a model can be called with depends on its code."""
@@ -247,6 +251,7 @@ def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], tracer: Tr
     tensors, positions, device = tracer.inputs
     shape, mode, modules = tuple(positions.shape), _Mode(model, tracer), dict(model.named_modules())
     mixtures = [modules[name] for rule in experts for name in match_names(rule.pattern, modules)]
+    mixtures += [module for module in mode.names if _is_routed(type(module))]
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.long, device="meta"), "position_ids": positions, "use_cache": False}
     if device is not None:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=device)
@@ -288,6 +293,14 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@cache
+def _is_routed(kind: type[nn.Module]) -> bool:
+    try:
+        return {*signature(forward_of(kind)).parameters} >= _ROUTED
+    except (TypeError, ValueError):  # it is not Python code
+        return False
 
 
 def _pass_over(*args: Any, **kwargs: Any) -> Any:
