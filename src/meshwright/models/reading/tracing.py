@@ -251,7 +251,7 @@ def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], tracer: Tr
     tensors, positions, device = tracer.inputs
     shape, mode, modules = tuple(positions.shape), _Mode(model, tracer), dict(model.named_modules())
     mixtures = [modules[name] for rule in experts for name in match_names(rule.pattern, modules)]
-    mixtures += [module for module in mode.names if _is_routed(type(module))]
+    mixtures += [module for module in mode.names if _is_routed(type(module))]  # type: ignore[arg-type]  # classes are hashable
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.long, device="meta"), "position_ids": positions, "use_cache": False}
     if device is not None:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=device)
