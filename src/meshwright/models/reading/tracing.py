@@ -261,7 +261,7 @@ def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], tracer: Tr
         stack.enter_context(hooked(mode.hooks()))
         stack.enter_context(tracer.functions(model, mode.attend))
         stack.enter_context(attributes((module, {"training": True}) for module in mode.names))  # it may drop attention weights
-        stack.enter_context(attributes((module, {"forward": _pass_over}) for module in mixtures))
+        stack.enter_context(attributes((module, {"forward": _pass_over}) for module in dict.fromkeys(mixtures)))
         if type(tracer).operator is not Tracer.operator:  # a mode takes time
             stack.enter_context(mode)
         return torch.func.functional_call(model, dict(tensors), (), {**inputs, **tracer.arguments()})
