@@ -658,8 +658,8 @@ def list_of_layers_cut(trainer: RankTrainer) -> None:
         _first, *others = (name for name, layer in modules.items() if not any(True for _ in layer.parameters()))
         for name in others:  # the first stands for all: the next ones are passed through at the end
             module = modules.pop(name)
-            crossing, argument, returned, _ = vars(module)["_facts"]
-            vars(module)["_facts"] = (crossing, argument, returned, False)
+            crossing, argument, returned, index, _ = vars(module)["_facts"]
+            vars(module)["_facts"] = (crossing, argument, returned, index, False)
             modules[name] = module
 
 

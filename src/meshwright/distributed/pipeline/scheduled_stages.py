@@ -129,6 +129,12 @@ class _Stage(PipelineStage):
             try:
                 return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
             except RuntimeError as error:
+                if "graph a second time" in str(error):
+                    raise UnsupportedError(
+                        "pp.split_backward",
+                        f"stage {self.stage_index}: the half of backward for weights needs what the half for inputs has freed: "
+                        "a weight is used on what others are computed from; set a schedule that does not split backward",
+                    ) from error
                 if "not allocated" not in str(error):
                     raise
                 raise UnsupportedError(
