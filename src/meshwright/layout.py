@@ -65,6 +65,8 @@ class ModelSizes:
         kv_heads: key/value heads.
         experts: routed experts in a layer; 0 for a dense model.
         kv_groups: whether several tensor parallel ranks can share a key/value head.
+        whole_heads: whether an attention whose heads ``tp`` does not divide is computed whole: where a trace alone says what is
+            sliced.
     """
 
     layers: int | None = None
@@ -72,18 +74,12 @@ class ModelSizes:
     kv_heads: int | None = None
     experts: int | None = None
     kv_groups: bool = False
+    whole_heads: bool = False
 
     def problems(self, layout: "Layout") -> Problems:
         """What of a layout does not fit the model, one message a knob."""
-        problems = Problems()
-        tp, pp = layout.size("tp"), layout.size("pp")
-        for heads, count, grouped in (
-            ("attention head", self.heads, False),
-            ("key/value head", self.kv_heads, self.kv_groups),
-        ):
-            if count and tp > 1 and count % tp and not (grouped and tp % count == 0):
-                several = f", and multiples of {count}, whose ranks share heads" if grouped else ""
-                problems.append(undivided("tp", tp, count, heads).within("", several))
+        pp = layout.size("pp")
+        problems = Problems() if self.whole_heads else self.undivided_heads(layout.size("tp"))
         if self.layers is not None and pp > self.layers:
             problems.add(
                 "pp.layers",
@@ -95,6 +91,18 @@ class ModelSizes:
                 problems.add("ep.dense", f"ep={layout.ep}: the model has no experts; the legal value is 1")
             elif self.experts % layout.ep:
                 problems.append(undivided("ep", layout.ep, self.experts, "expert"))
+        return problems
+
+    def undivided_heads(self, tp: int) -> Problems:
+        """The heads that a size of `tp` does not divide, nor is shared by."""
+        problems = Problems()
+        for heads, count, grouped in (
+            ("attention head", self.heads, False),
+            ("key/value head", self.kv_heads, self.kv_groups),
+        ):
+            if count and tp > 1 and count % tp and not (grouped and tp % count == 0):
+                several = f", and multiples of {count}, whose ranks share heads" if grouped else ""
+                problems.append(undivided("tp", tp, count, heads).within("", several))
         return problems
 
 

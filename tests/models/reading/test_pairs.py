@@ -391,3 +391,40 @@ def test_an_embedding_with_a_norm_inside_is_whole() -> None:
     plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
     assert ("model.embed_tokens", "'model.embed_tokens.norm' in it computes with its rows") in plan.tp_passed_over
     assert not any("embed_tokens" in row.module for row in plan.tensor_parallel)
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight.T
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) / self.out_features
+
+
+def test_a_class_of_its_own_that_computes_like_a_linear_layer_is_one() -> None:
+    """Falcon's is. One that reads its number of features is not, which a rank would get wrong."""
+    for kind, sliced in ((OwnLinear, True), (Doubled, False)):
+        model = tiny_model("llama", meta=True)
+        for layer in model.model.layers:
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                getattr(layer.mlp, name).__class__ = kind
+        found = {pair.second for pair in trace_pairs(model, LAYERS).found if "mlp" in pair.second}
+        assert found == ({f"{layer}.mlp.down_proj" for layer in LAYERS} if sliced else set())
+
+
+def test_heads_that_tp_does_not_divide_are_computed_whole_where_a_trace_says_what_is_sliced() -> None:
+    """Falcon has 71 heads. Whoever gives a plan of their own means the heads, too."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "gpt_neox", hidden_size=24, num_attention_heads=3, intermediate_size=32, num_hidden_layers=2, vocab_size=64
+        )
+    )
+    spec = replace(spec_of(model), tp_styles={}, structure=None)
+    plan = resolve(spec, model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+    assert plan.tp_level == "derived"
+    assert {row.module.rpartition(".")[2] for row in plan.tensor_parallel if row.style == "rowwise"} == {"dense_4h_to_h"}
+    given = {"gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise", "gpt_neox.layers.*.mlp.dense_4h_to_h": "rowwise"}
+    with pytest.raises(PlanError, match="3 attention heads cannot be divided by 2"):
+        resolve(spec, model, Layout(tp=2, dp_shard=1), ParallelOptions(tp_plan=given), world_size=2)

@@ -252,7 +252,8 @@ def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
         if isinstance(value, int):
             sizes[field_name] = value
     groups = spec.structure is not None and bool(spec.structure.kv_projections)
-    return ModelSizes(**sizes, kv_groups=groups)
+    declared = spec.tp_styles or (spec.structure is not None and spec.structure.styles)
+    return ModelSizes(**sizes, kv_groups=groups, whole_heads=not declared)
 
 
 def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> ModuleFacts:

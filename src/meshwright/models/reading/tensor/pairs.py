@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +53,7 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     linear = {
         name: module
         for name, module in modules.items()
-        if (type(module) is nn.Linear or is_conv1d(module))
+        if (type(module) is nn.Linear or is_conv1d(module) or _computes_like_linear(module))
         and within(name, layers)
         and not within(name, adapters)
         and all(within(own, layers) for parameter in module.parameters() for own in names[parameter])
@@ -83,6 +84,28 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         if trial is not None and trial.repeats(whole) and expected <= set(trial.pairs()):
             return Pairs(tuple(tried), whole.mixed, _vocabulary(model, names), tuple(whole.read))
     return Pairs(mixed=whole.mixed, read=tuple(whole.read))
+
+
+def _computes_like_linear(module: nn.Module) -> bool:
+    """Return whether a module of a class of its own computes what ``nn.Linear`` does, of whatever sizes: tried with values."""
+    if not isinstance(module, nn.Linear) or any(True for _ in chain(module.buffers(), module.children())):
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    values = {"weight": drawn(3, 5)} | ({} if module.bias is None else {"bias": drawn(3)})
+    if values.keys() != dict(module.named_parameters()).keys():
+        return False
+    given = drawn(2, 4, 5)
+    try:
+        output = torch.func.functional_call(module, values, (given,))
+    except Exception:  # whatever it does with sizes that are not its own
+        return False
+    expected = nn.functional.linear(given, values["weight"], values.get("bias"))
+    alike = isinstance(output, torch.Tensor) and (output.shape, output.dtype) == (expected.shape, expected.dtype)
+    return alike and torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
 
 
 def _alike(pairs: list[Pair], modules: Mapping[str, nn.Module], names: Mapping[torch.Tensor, Sequence[str]]) -> list[Pair]:

@@ -59,6 +59,8 @@ def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorPara
     """Assign styles to parameters and modules, and derive the moves."""
     structure, tp = draft.structure, draft.layout.size("tp")
     (level, styles, passed_over), problems = chosen.value, Problems(chosen.problems)
+    if level == "given" and draft.model.sizes.whole_heads:
+        problems += draft.model.sizes.undivided_heads(tp)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
             problems.add(
