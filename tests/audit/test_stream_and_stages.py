@@ -65,6 +65,7 @@ CELLS = [
             ("falcon_h1", "pp 2 x shard 2", "pad"),  # a model that fills buffers of all its layers
             ("mllama", "pp 2", "pack"),  # layers that do not run, among others
             ("longcat_flash", "tp 2 seq", "pad"),  # experts that the family does not declare
+            ("falcon", "tp 2 seq", "pad"),  # heads that tp does not divide, linear layers of a class of its own
             ("doge", "tp 2 seq", "pad"),  # a declared plan that leaves a parameter out
             ("inkling_text", "tp 2 seq", "pad"),  # shared experts that sum what they put out, an embedding with a norm
             ("zamba", "tp 2", "pad"),  # matrices that layers share

@@ -253,7 +253,7 @@ def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
             sizes[field_name] = value
     groups = spec.structure is not None and bool(spec.structure.kv_projections)
     declared = spec.tp_styles or (spec.structure is not None and spec.structure.styles)
-    return ModelSizes(**sizes, kv_groups=groups, whole_heads=not declared)
+    return ModelSizes(**sizes, kv_groups=groups, whole_heads=not declared and spec.traces is not None)
 
 
 def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> ModuleFacts:
