@@ -10,7 +10,7 @@ mocks, but it is private, so only `distributed/_torch_compat` may import it, whi
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -79,17 +79,27 @@ class Replay:
     """A run of a schedule in time.
 
     Attributes:
-        spans: for each rank of `pp`, its turns in order.
+        turns: for each rank of `pp`, its turns in order.
+        times: when each of them begins and ends.
         length: duration of the run, in forwards through the whole model.
         idle: for each rank, the share of the run in which it computes nothing.
         alive: for each rank, the most microbatches whose activations it holds at once, as if each went through all of its
             stages: one of two stages counts a half.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    turns: Sequence[Sequence[ScheduledOp]]
+    times: tuple[tuple[tuple[float, float], ...], ...]
     length: float
     idle: tuple[float, ...]
     alive: tuple[float, ...]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank of `pp`, its turns in time."""
+        return tuple(
+            tuple(Span(turn, begin, end) for turn, (begin, end) in zip(turns, times, strict=True))
+            for turns, times in zip(self.turns, self.times, strict=True)
+        )
 
     @property
     def bubble(self) -> float:
@@ -155,6 +165,100 @@ def _filled_and_drained(rank: int, ahead: int, microbatches: int) -> tuple[Sched
     return tuple(turns)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A turn, in an order in which each comes after all that it waits for.
+
+    Attributes:
+        rank: whose turn it is.
+        kind: number of its phase and stage, in order of their first turn.
+        own: numbers of the steps of the same rank that it waits for.
+        sent: numbers of those of other ranks.
+    """
+
+    rank: int
+    kind: int
+    own: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What a replay takes from an order, whatever turns cost.
+
+    Attributes:
+        order: the turns of each rank.
+        steps: all of them, in an order that they can be run in.
+        kinds: a turn of each phase and stage.
+        alive: for each rank, the most microbatches that it holds at once (:class:`Replay`).
+    """
+
+    order: Sequence[Sequence[ScheduledOp]]
+    steps: tuple[_Step, ...]
+    kinds: tuple[ScheduledOp, ...]
+    alive: tuple[float, ...]
+
+    @classmethod
+    def of(cls, order: Sequence[Sequence[ScheduledOp]]) -> "_Walk":
+        """Find it.
+
+        Raises:
+            ValueError: the ranks wait for each other.
+        """
+        last = max(turn.stage for turns in order for turn in turns)
+        rank_of = {turn.stage: rank for rank, turns in enumerate(order) for turn in turns}
+        done: dict[ScheduledOp, int] = {}
+        kinds: dict[tuple[Phase, int], tuple[int, ScheduledOp]] = {}
+        steps: list[_Step] = []
+        next_of, moved = [0] * len(order), True
+        while moved:
+            moved = False
+            for rank, turns in enumerate(order):
+                while next_of[rank] < len(turns):
+                    turn = turns[next_of[rank]]
+                    before = awaited(turn, last)
+                    if any(other not in done for other in before):
+                        break
+                    own, sent = (
+                        tuple(done[other] for other in before if (rank_of[other.stage] == rank) is here)
+                        for here in (True, False)
+                    )
+                    # What follows waits for a gradient of inputs, whether or not those of weights are made with it.
+                    made = ScheduledOp(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
+                    done[made] = len(steps)
+                    kind, _ = kinds.setdefault((turn.phase, turn.stage), (len(kinds), turn))
+                    steps.append(_Step(rank, kind, own, sent))
+                    next_of[rank] += 1
+                    moved = True
+        if len(steps) < sum(map(len, order)):
+            raise ValueError("the ranks wait for each other")
+        alive = (_most_alive(turns) / len({turn.stage for turn in turns}) for turns in order)
+        return cls(order, tuple(steps), tuple(turn for _, turn in kinds.values()), tuple(alive))
+
+    def run(self, cost: Callable[[ScheduledOp], float], message: float, *, asked_late: bool) -> Replay:
+        """Run it; see :func:`replay`."""
+        costs = [cost(turn) for turn in self.kinds]
+        free_at = [0.0] * len(self.order)
+        times: list[list[tuple[float, float]]] = [[] for _ in self.order]
+        ends: list[float] = []
+        for step in self.steps:
+            free = begin = max([free_at[step.rank], *(ends[number] for number in (*step.own, *step.sent))])
+            if step.sent:
+                begin = free + message if asked_late else max(free, *(ends[number] + message for number in step.sent))
+            end = begin + costs[step.kind]
+            ends.append(end)
+            free_at[step.rank] = end
+            times[step.rank].append((begin, end))
+        length = max(free_at)
+        idle = (1 - sum(end - begin for begin, end in own) / length for own in times)
+        return Replay(self.order, tuple(map(tuple, times)), length, tuple(idle), self.alive)
+
+
+@cache
+def _walk_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) -> _Walk:
+    return _Walk.of(order_of(schedule, pp, each, microbatches))
+
+
 def replay(
     order: Sequence[Sequence[ScheduledOp]],
     cost: Callable[[ScheduledOp], float],
@@ -166,43 +270,14 @@ def replay(
 
     Args:
         order: the turns of each rank.
-        cost: duration of a turn.
+        cost: duration of a turn, which all microbatches share: it is asked once for each phase of a stage.
         message: duration of a message from one rank to another.
         asked_late: whether a rank asks for a message only when its turn before has ended, so that it waits for all of it.
 
     Raises:
         ValueError: the ranks wait for each other.
     """
-    last = max(turn.stage for turns in order for turn in turns)
-    rank_of = {turn.stage: rank for rank, turns in enumerate(order) for turn in turns}
-    done: dict[ScheduledOp, float] = {}
-    spans: list[list[Span]] = [[] for _ in order]
-    moved = True
-    while moved:
-        moved = False
-        for rank, (turns, made) in enumerate(zip(order, spans, strict=True)):
-            while len(made) < len(turns):
-                turn = turns[len(made)]
-                before = awaited(turn, last)
-                if any(other not in done for other in before):
-                    break
-                sent = [done[other] for other in before if rank_of[other.stage] != rank]
-                free = max([made[-1].end if made else 0.0, *(done[other] for other in before)])
-                begin = free + message if asked_late and sent else max([free, *(end + message for end in sent)])
-                made.append(Span(turn, begin, begin + cost(turn)))
-                # What follows waits for a gradient of inputs, whether or not those of weights are made with it.
-                key = ScheduledOp(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
-                done[key] = made[-1].end
-                moved = True
-    if any(len(made) < len(turns) for turns, made in zip(order, spans, strict=True)):
-        raise ValueError("the ranks wait for each other")
-    length = max(made[-1].end for made in spans)
-    return Replay(
-        tuple(map(tuple, spans)),
-        length,
-        tuple(1 - sum(span.end - span.begin for span in made) / length for made in spans),
-        tuple(_most_alive(turns) / len({turn.stage for turn in turns}) for turns in order),
-    )
+    return _Walk.of(order).run(cost, message, asked_late=asked_late)
 
 
 def _most_alive(turns: Sequence[ScheduledOp]) -> int:
@@ -260,8 +335,8 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0
             part = 0.0 if turn.phase is Phase.INPUT else parts[Phase.BACKWARD]
         return part * costs[turn.stage]
 
-    order = order_of(options.pipeline_schedule, pp, stages // pp, options.microbatches // options.runs_per_step)
-    return replay(order, cost, message, asked_late=options.pipeline_schedule.single)
+    walk = _walk_of(options.pipeline_schedule, pp, stages // pp, options.microbatches // options.runs_per_step)
+    return walk.run(cost, message, asked_late=options.pipeline_schedule.single)
 
 
 def receive_buffers(plan: ShardingPlan, rank: int) -> int:
