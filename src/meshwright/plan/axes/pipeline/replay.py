@@ -1,68 +1,16 @@
-"""The order of a pipeline schedule, replayed in time: how long ranks wait, and how many microbatches are alive.
+"""The order of a pipeline schedule, replayed in time: how long ranks wait, and how many microbatches are alive."""
 
-Orders are those of torch's schedules. torch gives none for ``gpipe``, and for ``1f1b`` one that its own code does not follow on
-the last rank, so these two are written out as ``torch.distributed.pipelining.schedules`` runs them.
-
-The orders of the others are read from schedules over stages without a model. ``get_schedule_ops`` of torch does the same with
-mocks, but it is private, so only `distributed/_torch_compat` may import it, which this room may not. A test compares the two.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache, cached_property
 from itertools import accumulate
-from types import SimpleNamespace
-from typing import Any
 
-from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.pipeline.stage_plan import first_trained
+from meshwright.plan.axes.pipeline.turns import Phase, ScheduledOp, awaited, order_of
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = [
-    "TORCH_SCHEDULES",
-    "Phase",
-    "Replay",
-    "ScheduledOp",
-    "Span",
-    "awaited",
-    "order_of",
-    "receive_buffers",
-    "replay",
-    "replay_of_plan",
-]
-
-TORCH_SCHEDULES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipe_v": "ScheduleDualPipeV",
-}
-"""The class of each schedule in ``torch.distributed.pipelining.schedules``."""
-
-
-class Phase(StrEnum):
-    """What a stage does with a microbatch. The values are those of torch."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    """Both halves of backward at once."""
-    INPUT = "I"
-    """The half of backward for inputs, which the stage before waits for."""
-    WEIGHT = "W"
-    """The half of backward for weights."""
-
-
-@dataclass(frozen=True)
-class ScheduledOp:
-    """One forward, backward, or half of a backward, of one microbatch on one stage."""
-
-    phase: Phase
-    stage: int
-    microbatch: int
+__all__ = ["Replay", "Span", "even_replay", "receive_buffers", "replay", "replay_of_plan"]
 
 
 @dataclass(frozen=True)
@@ -105,64 +53,6 @@ class Replay:
     def bubble(self) -> float:
         """The mean share of the run in which ranks wait."""
         return sum(self.idle) / len(self.idle)
-
-
-@cache
-def order_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) -> tuple[tuple[ScheduledOp, ...], ...]:
-    """Return the turns of every rank.
-
-    Args:
-        schedule: the schedule.
-        pp: number of ranks.
-        each: number of stages on a rank.
-        microbatches: number of microbatches in a run.
-
-    Raises:
-        UnsupportedError: this torch does not have the schedule.
-    """
-    if schedule.single:
-        warmup = [microbatches if schedule is PipelineSchedule.GPIPE else min(microbatches, pp - rank) for rank in range(pp)]
-        return tuple(_filled_and_drained(rank, ahead, microbatches) for rank, ahead in enumerate(warmup))
-    from torch import nn
-    from torch.distributed.pipelining import schedules
-
-    kind = getattr(schedules, TORCH_SCHEDULES[schedule], None)
-    if kind is None:
-        raise UnsupportedError("torch.version", f"pipeline_schedule={schedule}: this torch has no {TORCH_SCHEDULES[schedule]}")
-    count = pp * each
-    own = (0, count - 1) if schedule.is_v_shaped else range(0, count, pp)
-    stages = [
-        SimpleNamespace(
-            stage_index=index,
-            num_stages=count,
-            group_size=pp,
-            group_rank=0,
-            is_first=index == 0,
-            is_last=index == count - 1,
-            submod=nn.Identity(),
-        )
-        for index in own
-    ]
-    order: Mapping[int, Sequence[Any]] = kind(stages, microbatches, loss_fn=lambda loss, target: loss).pipeline_order
-    return tuple(
-        tuple(
-            ScheduledOp(Phase(action.computation_type.value), action.stage_index, action.microbatch_index)
-            for slot in order[rank]
-            if slot is not None
-            for action in (slot.sub_actions or (slot,))  # dualpipe_v pairs a forward with a backward; torch runs them in turn
-        )
-        for rank in range(pp)
-    )
-
-
-def _filled_and_drained(rank: int, ahead: int, microbatches: int) -> tuple[ScheduledOp, ...]:
-    """Some forwards, then a backward and a forward in turn, then the other backwards."""
-    turns = [ScheduledOp(Phase.FORWARD, rank, index) for index in range(ahead)]
-    for index in range(microbatches):
-        turns.append(ScheduledOp(Phase.BACKWARD, rank, index))
-        if index + ahead < microbatches:
-            turns.append(ScheduledOp(Phase.FORWARD, rank, index + ahead))
-    return tuple(turns)
 
 
 @dataclass(frozen=True)
@@ -284,26 +174,6 @@ def _most_alive(turns: Sequence[ScheduledOp]) -> int:
     return max(accumulate({Phase.FORWARD: 1, Phase.INPUT: 0}.get(turn.phase, -1) for turn in turns))
 
 
-def awaited(turn: ScheduledOp, last: int) -> list[ScheduledOp]:
-    """Return the turns that a turn waits for: what it gets from them, or what they leave on its own stage.
-
-    A backward of both halves counts as its half for inputs, which is what others wait for.
-
-    Args:
-        turn: the turn.
-        last: index of the last stage.
-    """
-    stage, microbatch = turn.stage, turn.microbatch
-    if turn.phase is Phase.FORWARD:
-        return [ScheduledOp(Phase.FORWARD, stage - 1, microbatch)] if stage else []
-    if turn.phase is Phase.WEIGHT:
-        return [ScheduledOp(Phase.INPUT, stage, microbatch)]
-    return [
-        ScheduledOp(Phase.FORWARD, stage, microbatch),
-        *([ScheduledOp(Phase.INPUT, stage + 1, microbatch)] if stage < last else []),
-    ]
-
-
 def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0.0) -> Replay:
     """Replay one run of the plan's schedule.
 
@@ -322,10 +192,22 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0
     options, stages = plan.options, len(plan.stages)
     pp = plan.layout.size("pp")
     again = sum(unit.activation_checkpointing is ActivationCheckpointing.FULL for unit in plan.units if unit.kind == "layer")
-    recomputed = again / max(1, len(plan.layers))
+    cost = _cost_of_turns(
+        [1 / stages if even else row.cost for row in plan.stages], again / max(1, len(plan.layers)), first_trained(plan)
+    )
+    walk = _walk_of(options.pipeline_schedule, pp, stages // pp, options.microbatches // options.runs_per_step)
+    return walk.run(cost, message, asked_late=options.pipeline_schedule.single)
+
+
+def _cost_of_turns(of_stages: Sequence[float], recomputed: float, first: int) -> Callable[[ScheduledOp], float]:
+    """Return the duration of a turn.
+
+    Args:
+        of_stages: a forward of each stage.
+        recomputed: the share of forward that backward does again.
+        first: the first stage with a trained parameter.
+    """
     parts = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2 + recomputed, Phase.INPUT: 1.0, Phase.WEIGHT: 1.0}
-    costs = [1 / stages if even else row.cost for row in plan.stages]
-    first = first_trained(plan)
 
     def cost(turn: ScheduledOp) -> float:
         part = parts[turn.phase]
@@ -333,10 +215,24 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0
             part = 0.0
         elif turn.stage == first and turn.phase in (Phase.INPUT, Phase.WEIGHT):
             part = 0.0 if turn.phase is Phase.INPUT else parts[Phase.BACKWARD]
-        return part * costs[turn.stage]
+        return part * of_stages[turn.stage]
 
-    walk = _walk_of(options.pipeline_schedule, pp, stages // pp, options.microbatches // options.runs_per_step)
-    return walk.run(cost, message, asked_late=options.pipeline_schedule.single)
+    return cost
+
+
+@cache
+def even_replay(schedule: PipelineSchedule, pp: int, each: int, microbatches: int, recomputed: float = 0.0) -> Replay:
+    """Replay a schedule of stages that take equal time and are all trained; see :func:`replay_of_plan`.
+
+    Args:
+        schedule: the schedule.
+        pp: number of ranks.
+        each: number of stages on a rank.
+        microbatches: number of microbatches in a run.
+        recomputed: the share of forward that backward does again.
+    """
+    cost = _cost_of_turns([1 / (pp * each)] * (pp * each), recomputed, 0)
+    return _walk_of(schedule, pp, each, microbatches).run(cost, 0.0, asked_late=schedule.single)
 
 
 def receive_buffers(plan: ShardingPlan, rank: int) -> int:
