@@ -179,7 +179,9 @@ class Bounds:
         mode, none = values.get(MODE, parallel.activation_checkpointing), ActivationCheckpointing.NONE
         kept, all_kept = (self.numbers.kept(branch, values, one) for one in (mode, none))
         alive = 1.0 if pp == 1 else self._alive(branch, values) * self._least_share(pp, values)
-        again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))  # a layer in backward has all of its own
+        # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more.
+        again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))
+        again *= 0.5 if mode is ActivationCheckpointing.SUBMODULE else 1.0
         activations = branch.rows * (alive * kept + again) / (layout.size("tp") * layout.size("cp"))
         early = (1 + ALLOCATOR) * ROUNDED * (activations + unsharded)
         if pp > 1 or (several and sync is SyncPolicy.REDUCE_EACH):
