@@ -206,7 +206,7 @@ def test_what_is_written_for_an_axis_goes_with_it(axis: str, written: dict[str, 
     keys = written["pipeline"].keys() if axis == "pp" else written.keys()
     assert {f"parallel.pipeline.{key}" if axis == "pp" else f"parallel.{key}" for key in keys} <= given
     branch = next(small_space(setup).branches())
-    assert Bounds(setup, small_device(64.0), pricer.store).slices(branch, alone[0]) is not None
+    assert Bounds(setup, small_device(64.0), pricer.store).numbers.slices(branch, alone[0]) is not None
 
 
 def test_overrides_of_another_optimizer_are_complete() -> None:

@@ -35,7 +35,7 @@ def peak_of_rank(rank: int, config: RunConfig, store: Path) -> int:
 @pytest.mark.parametrize("dp_shard", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
 def test_the_fullest_rank_of_a_pipeline(schedule: str, dp_shard: int, tmp_path: Path) -> None:
-    """It is never much below, and up to a third above: the largest parts need not coincide."""
+    """It is never much below, and up to a quarter above: the largest parts need not coincide."""
     model = {**LLAMA, "num_hidden_layers": 8}
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     config = tiny_run(
@@ -50,4 +50,4 @@ def test_the_fullest_rank_of_a_pipeline(schedule: str, dp_shard: int, tmp_path: 
         return forecast_memory(setup, Traces(setup, device=False))
 
     (found,) = run_ranks(expected, 1, group=False)
-    assert 0.96 * max(real) <= found.peak <= 1.35 * max(real)
+    assert 0.96 * max(real) <= found.peak <= 1.25 * max(real)

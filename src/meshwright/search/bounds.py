@@ -1,8 +1,9 @@
 """What a candidate needs at the least, from numbers that many candidates share: time, and memory. No plan of it is made.
 
-Time: the work of a rank's rows of tokens, the wait of a pipeline whose stages are even, the collectives of activations, the
-update of a rank's share of the state, and the copies of one pass if that is on the host. Launches and the collectives over data
-ranks count nothing. Memory: a rank's share of the state, and of the activations.
+Time: the work of a rank's rows of tokens, the wait of a pipeline whose stages are even, the collectives of activations, what
+of the collectives over data ranks is longer than all that can hide it, the update of a rank's share of the state, and copies
+of one pass if that is on the host. Launches count nothing. Memory: a rank's share of the state, the activations of as many
+microbatches as a schedule has alive, and of one layer in backward.
 
 The work and the activations of a row are by how much a trace of two rows has more than that of one row. So what does not grow
 with rows, such as copies of gathered parameters, is not in them. They are measured for each mode of recomputation on one rank,
@@ -12,70 +13,35 @@ rank that has a part of each sequence has at least that share of the work.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import gcd
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
-from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout
-from meshwright.plan.cost.activation_traffic import activation_traffic
+from meshwright.plan.axes.pipeline.replay import even_replay
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
-from meshwright.plan.result.axis_traffic import AxisTraffic
+from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import EXPERTS, shard_axis
-from meshwright.plan.update.states import state_bytes
+from meshwright.search.shared_numbers import MODE, Numbers, Slices
 from meshwright.search.space import Branch, Candidate
-from meshwright.trace.fewer import world_of
 from meshwright.trace.kept_traces import TraceStore
-from meshwright.trace.layer_work import LayerWork, Rates
-from meshwright.trace.memory import Traces, forecast_memory
+from meshwright.trace.layer_work import Rates
 from meshwright.trace.time import HOST_MEMORY
 from meshwright.trace.verdict import ALLOCATOR
 from meshwright.trace.work import Work
-from meshwright.train.start.setup import RunSetup, change_setup
+from meshwright.train.start.setup import RunSetup
 
 __all__ = ["Bounds"]
 
 ROUNDED = 0.98
 """Padding makes shards of a small world a little larger than their share of those of a large one."""
 
-_WAITS = {PipelineSchedule.ONE_F_ONE_B: 1.0, PipelineSchedule.GPIPE: 1.0}
+SCHEDULE, STAGES = "parallel.pipeline.schedule", "parallel.pipeline.stages_per_rank"
 
-
-@dataclass(frozen=True)
-class _Row:
-    """What a sequence adds on a rank: work, and bytes of activations."""
-
-    work: Counter[Work]
-    kept: int
-
-    def more_than(self, other: "_Row") -> Counter[Work]:
-        """Return by how much its work is more."""
-        return Counter({kind: max(0, self.work[kind] - other.work[kind]) for kind in Work})
-
-
-@dataclass(frozen=True)
-class _Slices:
-    """What a plan of one stage says of all layouts with the same slices.
-
-    Attributes:
-        traffic: collectives of activations in a microbatch of one sequence.
-        dense: bytes of the state (shards of parameters, gradients, moments) of what is no expert, as if nothing sharded it.
-        experts: the same of experts.
-        updated: bytes that an update reads and writes of what is no expert, as if nothing sharded it, and of experts.
-        copied: the same of what is copied between host and device, with ``cpu_offload``.
-        gathered: bytes of all parameters in the dtype of compute, as they are gathered.
-        reduced: bytes of all gradients before they are reduced.
-    """
-
-    traffic: tuple[AxisTraffic, ...]
-    dense: float
-    experts: float
-    updated: tuple[float, float]
-    copied: tuple[float, float]
-    gathered: int
-    reduced: int
+LONG = 2
+"""Microbatches for each rank of `pp` from which on no more are alive at once, and a split backward may fill all waits."""
 
 
 class Bounds:
@@ -88,10 +54,10 @@ class Bounds:
     """
 
     def __init__(self, setup: RunSetup, hardware: Hardware, store: TraceStore) -> None:
-        self.setup, self.hardware, self.store = setup, hardware, store
-        self._slices: dict[tuple[Any, ...], _Slices | None] = {}
-        self._sliced: dict[tuple[Any, ...], _Row] = {}
-        self._rows: dict[ActivationCheckpointing, _Row] = {}
+        self.setup, self.hardware, self.numbers = setup, hardware, Numbers(setup, store)
+        self._trained = all(
+            any(row.trainable for row in setup.plan.parameters if within(row.name, [layer])) for layer in setup.plan.layers
+        )
         self._rates = {
             compiled: replace(Rates.of(setup, hardware), fused=Rates.of(_compiled(setup, compiled), hardware).fused)
             for compiled in (False, True)
@@ -110,33 +76,76 @@ class Bounds:
         parallel, pp = self.setup.config.parallel, branch.layout.size("pp")
         cut = layout.size("tp") * layout.size("cp")
         spent = self._rates[values.get("parallel.compile", parallel.compile or candidate is None)].spent
-        modes = [values[_MODE]] if _MODE in values else branch.choices.get(_MODE, [parallel.activation_checkpointing])
-        slices = None if candidate is None else self.slices(branch, candidate)
-        none = self._row(ActivationCheckpointing.NONE)
+        modes = [values[MODE]] if MODE in values else branch.choices.get(MODE, [parallel.activation_checkpointing])
+        slices = None if candidate is None else self.numbers.slices(branch, candidate)
         if measured and slices is not None:
-            sliced = self._sliced_row(branch, values).work
-            more = min(sum(spent(self._row(mode).more_than(none)).values()) for mode in modes)
-            row = sum(spent(sliced).values()) / layout.size("cp") + more / cut
+            once = self.numbers.work(ActivationCheckpointing.NONE)
+            again = min(sum(spent(_more(self.numbers.work(mode), once)).values()) for mode in modes)
+            row = sum(spent(self.numbers.sliced_work(branch, values)).values()) / layout.size("cp") + again / cut
         else:
-            row = min(sum(spent(self._row(mode).work).values()) for mode in modes) / cut
+            row = min(sum(spent(self.numbers.work(mode)).values()) for mode in modes) / cut
         least = branch.rows * branch.microbatches * row / pp
-        schedule = values.get("parallel.pipeline.schedule", parallel.pipeline.schedule if candidate else None)
-        if pp > 1 and schedule is not None:
-            waits = _WAITS.get(schedule, 0.0)
-            if schedule is PipelineSchedule.INTERLEAVED:
-                waits = 1 / (values.get("parallel.pipeline.stages_per_rank", parallel.pipeline.stages_per_rank) or 2)
-            least *= 1 + waits * (pp - 1) / branch.microbatches
+        if slices is not None:
+            share = self._least_share(pp, values)
+            for item in slices.traffic:
+                calls, size = (share * branch.microbatches * number for number in (item.calls, branch.rows * (item.size or 0)))
+                least += collective_seconds(layout, self.hardware, item.axis, item.kind, calls, size)
+        computed = least
+        if pp > 1 and self._trained:
+            least /= 1 - ROUNDED * self._idle(branch, values)
         if slices is None:
             return least
-        share = self._least_share(pp, values)
-        for item in slices.traffic:
-            calls, size = (share * branch.microbatches * number for number in (item.calls, branch.rows * (item.size or 0)))
-            least += collective_seconds(layout, self.hardware, item.axis, item.kind, calls, size)
+        called = self._units_seconds(branch, slices, values, share)
+        least += called - self.hardware.overlap * min(called, computed)
         offload = values.get("parallel.cpu_offload", parallel.cpu_offload)
         least += self._of_rank(layout, slices.updated) / (HOST_MEMORY if offload else self._rates[False].bandwidth)
         if offload:
             least += self._of_rank(layout, slices.copied) / (self.hardware.host_gb_s * 1e9)
         return (1 + self.hardware.beyond) * least
+
+    def _schedule(self, values: Mapping[str, Any]) -> tuple[PipelineSchedule, int]:
+        """Return the schedule of a candidate, and the number of stages on a rank."""
+        pipeline = self.setup.config.parallel.pipeline
+        schedule, each = values.get(SCHEDULE, pipeline.schedule), values.get(STAGES, pipeline.stages_per_rank)
+        return schedule, each or (1 if schedule.single else 2)
+
+    def _idle(self, branch: Branch, values: Mapping[str, Any]) -> float:
+        """Return the least share of a run in which the ranks of a pipeline wait, if their stages are even."""
+        pp, parallel, found = branch.layout.size("pp"), self.setup.config.parallel, [1.0]
+        full = values.get(MODE, parallel.activation_checkpointing) is ActivationCheckpointing.FULL
+        microbatches = branch.microbatches // parallel.pipeline.runs_per_step
+        open_choices = ((None,) if key in values else branch.choices.get(key, (None,)) for key in (SCHEDULE, STAGES))
+        for chosen in product(*open_choices):
+            open_values = {key: one for key, one in zip((SCHEDULE, STAGES), chosen, strict=True) if one is not None}
+            schedule, each = self._schedule({**open_values, **values})
+            waits = 0.0 if schedule.splits else (pp - 1) / microbatches / each
+            own = schedule is PipelineSchedule.INTERLEAVED or each == (1 if schedule.single else 2)
+            if not own or not schedule.takes(pp, microbatches):
+                continue
+            if microbatches < pp or (schedule.splits and microbatches <= LONG * pp):
+                found.append(min(even_replay(schedule, pp, each, microbatches, float(full)).idle))
+            else:
+                found.append(waits / (1 + waits))
+        return min(found)
+
+    def _units_seconds(self, branch: Branch, slices: Slices, values: Mapping[str, Any], share: float) -> float:
+        """Return the least seconds of the collectives over data ranks in a step; of stages, those of layers alone."""
+        layout, sync = branch.layout, values.get("parallel.sync", self.setup.config.parallel.sync)
+        pp, several = layout.size("pp"), branch.microbatches if sync is SyncPolicy.REDUCE_EACH else 1
+        total = 0.0
+        for (of_units, in_layers), units in slices.units.items():
+            if pp > 1 and not in_layers:
+                continue
+            axis, part = shard_axis(layout, of_units), share if in_layers else 1.0
+            gathers = units.once if sync in (None, SyncPolicy.DEFER) else [branch.microbatches * one for one in units.again]
+            calls, size = (part * number for number in units.reductions)
+            for one, kind, number, moved in (
+                (axis, "all_gather", part * gathers[0], part * gathers[1]),
+                (axis, "reduce_scatter", several * calls, several * size),
+                ("dp_replicate", "all_reduce", calls, size / layout.size(axis)),
+            ):
+                total += collective_seconds(layout, self.hardware, one, kind, number, moved)
+        return ROUNDED * total
 
     def _of_rank(self, layout: Layout, whole: tuple[float, float]) -> float:
         """Return the least that the fullest rank has of some bytes: of what is no expert, and of experts."""
@@ -146,111 +155,56 @@ class Bounds:
 
     def _least_share(self, pp: int, values: Mapping[str, Any]) -> float:
         """Return the least share of the layers that a rank of `pp` has."""
-        pipeline, layers = self.setup.config.parallel.pipeline, len(self.setup.plan.layers)
-        if pp == 1:
-            return 1.0
-        each = values.get("parallel.pipeline.stages_per_rank", pipeline.stages_per_rank)
-        each = each or (1 if values.get("parallel.pipeline.schedule", pipeline.schedule).single else 2)
-        return layers // (pp * each) * each / layers if layers else 0.0
+        layers, (_, each) = len(self.setup.plan.layers), self._schedule(values)
+        return 1.0 if pp == 1 else layers // (pp * each) * each / layers if layers else 0.0
 
     def bytes(self, branch: Branch, candidate: Candidate) -> float:
         """Return the least bytes of the fullest rank of a candidate, with what the device reserves."""
-        values, layout = dict(candidate.values), branch.layout
-        slices, parallel = self.slices(branch, candidate), self.setup.config.parallel
-        held = self.hardware.reserved_gib * 2**30
-        if slices is not None and not values.get("parallel.cpu_offload", parallel.cpu_offload):
-            held += self._of_rank(layout, (slices.dense, slices.experts))
-        if slices is not None and branch.microbatches > 1 and (sync := values.get("parallel.sync", parallel.sync)) is not None:
-            held += ROUNDED * slices.gathered / layout.size("pp") if sync is SyncPolicy.DEFER else 0.0
-            held += ROUNDED * slices.reduced / layout.size("pp") if sync is not SyncPolicy.REDUCE_EACH else 0.0
-        row = self._row(values.get(_MODE, parallel.activation_checkpointing))
-        alive = min(1.0, branch.microbatches / layout.size("pp"))
-        kept = row.kept * branch.rows / (layout.size("tp") * layout.size("cp"))
-        return held + (1 + ALLOCATOR) * ROUNDED * alive * kept
+        values, layout, pp = dict(candidate.values), branch.layout, branch.layout.size("pp")
+        slices, parallel, several = self.numbers.slices(branch, candidate), self.setup.config.parallel, branch.microbatches > 1
+        offload = values.get("parallel.cpu_offload", parallel.cpu_offload)
+        state = gradients = unsharded = 0.0
+        sync = values.get("parallel.sync", parallel.sync)
+        stages = 1 if pp == 1 else self._schedule(values)[1]
+        if slices is not None:
+            if not offload:
+                state, gradients = self._of_rank(layout, slices.state), self._of_rank(layout, slices.gradients)
+            if several and sync is not None:
+                unsharded += slices.gathered / pp if sync is SyncPolicy.DEFER else 0.0
+                unsharded += slices.reduced / pp if sync is not SyncPolicy.REDUCE_EACH else 0.0
+            unsharded += (
+                stages * slices.layer if sync is not SyncPolicy.DEFER and (pp > 1 or layout.size("dp_shard_cp") > 1) else 0
+            )
+            unsharded += stages * slices.layer_gradients if pp > 1 else 0
+        mode, none = values.get(MODE, parallel.activation_checkpointing), ActivationCheckpointing.NONE
+        kept, all_kept = (self.numbers.kept(branch, values, one) for one in (mode, none))
+        alive = 1.0 if pp == 1 else self._alive(branch, values) * self._least_share(pp, values)
+        # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more.
+        again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))
+        again *= 0.5 if mode is ActivationCheckpointing.SUBMODULE else 1.0
+        activations = branch.rows * (alive * kept + again) / (layout.size("tp") * layout.size("cp"))
+        early = (1 + ALLOCATOR) * ROUNDED * (activations + unsharded)
+        if pp > 1 or (several and sync is SyncPolicy.REDUCE_EACH):
+            early += gradients
+        return self.hardware.reserved_gib * 2**30 + state + max(early, gradients)
+
+    def _alive(self, branch: Branch, values: Mapping[str, Any]) -> float:
+        """Return the most microbatches alive on a rank of `pp`. That of the last stage has fewer layers, for the head."""
+        pp, (schedule, each) = branch.layout.size("pp"), self._schedule(values)
+        microbatches = min(branch.microbatches // self.setup.config.parallel.pipeline.runs_per_step, LONG * pp)
+        if not schedule.takes(pp, microbatches):  # which the plan refuses
+            return 0.0
+        run = even_replay(schedule, pp, each, microbatches)
+        return max(run.alive[1:] if schedule.is_v_shaped else run.alive[:-1])
 
     def refused(self, branch: Branch, candidate: Candidate) -> bool:
         """Return whether the slices of a candidate are refused, whatever else it chooses."""
-        return self.slices(branch, candidate) is None
-
-    def slices(self, branch: Branch, candidate: Candidate) -> _Slices | None:
-        """Return what all layouts with the same slices share; ``None``: they are refused."""
-        values, layout = dict(candidate.values), branch.layout
-        chosen = tuple((name, values[name]) for name in (*_SLICING, "optimizer.kind") if name in values)
-        key = (layout.size("tp"), layout.size("cp"), layout.ep, layout.ep_shard > 1, chosen)
-        if key not in self._slices:
-            self._slices[key] = self._find(layout, chosen)
-        return self._slices[key]
-
-    def _find(self, layout: Layout, chosen: tuple[tuple[str, Any], ...]) -> _Slices | None:
-        ranks = layout.world_size // (layout.size("pp") * layout.size("dp_replicate"))
-        small = world_of(replace(layout, pp=1, dp_replicate=1).resolve(ranks))
-        try:
-            run = self._run(small, chosen)
-        except MeshwrightError:
-            return None
-        plan = run.plan
-        axis = {unit.name: unit.kind for unit in plan.units}
-        state, updated, copied = Counter[bool](), Counter[bool](), Counter[bool]()
-        for row in plan.parameters:
-            kind = axis[row.unit]
-            of_experts, shards = kind == EXPERTS, plan.layout.size(shard_axis(plan.layout, kind))
-            held, moments = (1 + row.trainable) * row.bytes_per_rank, state_bytes(plan, row)
-            state[of_experts] += shards * (held + moments)
-            updated[of_experts] += shards * (held + row.bytes_per_rank + 2 * moments)
-            copied[of_experts] += shards * held
-        traffic = tuple(item for item in activation_traffic(plan) if item.size and item.kind != "send")
-        sizes = (sum(row.gathered_bytes for row in plan.parameters), sum(row.reduced_bytes for row in plan.parameters))
-        sums = (updated[False], updated[True]), (copied[False], copied[True])
-        return _Slices(traffic, state[False], state[True], *sums, *sizes)
-
-    def _run(self, layout: Layout, chosen: tuple[tuple[str, Any], ...], rows: int = 1) -> RunSetup:
-        """Return a run of one microbatch of some sequences."""
-        config = Candidate(layout, (*_PLAIN, ("training.microbatch_size", rows), *chosen)).config(self.setup.config)
-        training = config.training.model_copy(update={"global_batch_size": rows * layout.size("dp")})
-        return change_setup(self.setup, config.model_copy(update={"training": training}), layout.world_size)
-
-    def _row(self, mode: ActivationCheckpointing) -> _Row:
-        """Return what a sequence adds on a single rank, under a mode of recomputation."""
-        if mode not in self._rows:
-            runs = (self._run(Layout(dp_shard=1).resolve(1), ((_MODE, mode),), rows) for rows in (1, 2))
-            self._rows[mode] = self._added(*runs)
-        return self._rows[mode]
-
-    def _sliced_row(self, branch: Branch, values: Mapping[str, Any]) -> _Row:
-        """Return what a whole sequence adds on a rank with slices of matrices, if nothing is recomputed."""
-        layout, chosen = branch.layout, tuple((key, values[key]) for key in ("parallel.sequence_parallel",) if key in values)
-        sizes = (layout.size("tp"), gcd(layout.ep, layout.size("dp_shard") * layout.size("tp")), chosen)
-        if sizes not in self._sliced:
-            whole = replace(layout, pp=1, dp_replicate=1, cp=1, ep=sizes[1]).resolve(
-                layout.size("dp_shard") * layout.size("tp")
-            )
-            runs = [self._run(world_of(whole), chosen, rows) for rows in (1, 2)]
-            self._sliced[sizes] = self._added(*runs)
-        return self._sliced[sizes]
-
-    def _added(self, one: RunSetup, two: RunSetup) -> _Row:
-        """Return by how much a run of two rows works and holds more than a run of one."""
-        found = []
-        for run in (one, two):
-            traces = Traces(run, store=self.store)
-            held = forecast_memory(run, traces).parts["activations"]
-            found.append((LayerWork.of(traces).on_rank(run.plan, 0), held))
-        (fewer, less), (more, held) = found
-        return _Row(Counter({kind: more[kind] - fewer[kind] for kind in Work}), max(0, held - less))
-
-
-_MODE = "parallel.activation_checkpointing"
-_SLICING = ("parallel.sequence_parallel", "parallel.context_parallel")
-
-_PLAIN: tuple[tuple[str, Any], ...] = (
-    ("parallel.activation_checkpointing", ActivationCheckpointing.NONE),
-    ("parallel.pipeline.schedule", PipelineSchedule.ONE_F_ONE_B),
-    ("parallel.pipeline.stages_per_rank", None),
-    ("parallel.sync", None),
-    ("parallel.cpu_offload", False),
-)
-"""Choices of the runs that bounds are made of; nothing in a bound depends on them."""
+        return self.numbers.slices(branch, candidate) is None
 
 
 def _compiled(setup: RunSetup, compiled: bool) -> RunSetup:
     return replace(setup, plan=replace(setup.plan, options=replace(setup.plan.options, compile=compiled)))
+
+
+def _more(work: Counter[Work], than: Counter[Work]) -> Counter[Work]:
+    return Counter({kind: max(0, work[kind] - than[kind]) for kind in Work})

@@ -231,9 +231,10 @@ class Space:
             found["parallel.sequence_parallel"] = (True, False)
         if layout.size("cp") > 1:
             found["parallel.context_parallel"] = (ContextMethod.GATHER, ContextMethod.ULYSSES)
-        if layout.size("pp") > 1:
-            found["parallel.pipeline.schedule"] = _SCHEDULES
-            found["parallel.pipeline.stages_per_rank"] = (None, 4)
+        if (pp := layout.size("pp")) > 1:  # each stage has a layer
+            layers = self.sizes.layers or pp
+            found["parallel.pipeline.schedule"] = _SCHEDULES if 2 * pp <= layers else _SCHEDULES[:1]
+            found["parallel.pipeline.stages_per_rank"] = (None, 4) if 4 * pp <= layers else (None,)
         if "optimizer.kind" in self.free and self.setup.config.optimizer.is_adamw:
             found["optimizer.kind"] = tuple(dict.fromkeys((self.setup.config.optimizer.kind, "adamw8bit")))
         return {key: values for key, values in found.items() if key in self.free}

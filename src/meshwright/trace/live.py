@@ -7,7 +7,7 @@ keeps) is not in it, nor is memory that an operator takes and gives back within 
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Self
 
@@ -123,7 +123,11 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(item, torch.Tensor):
                 self._see(item)
         if is_collective:
-            self._mark(func.name(), args)
+            self._mark(func.name(), args, kwargs or {})
+        elif func is torch.ops.aten.div.Tensor and self._is_packed(args[0]):
+            self._become(result, Kind.COMMUNICATION)
+        elif func is torch.ops.aten.copy_.default and args[0].shape == args[1].shape and self._is_packed(args[1]):
+            self._become(args[0], Kind.REDUCED)
         self._note_peak()
         if is_collective:
             # What is gathered ahead is in the buffer of the collective as yet.
@@ -131,13 +135,23 @@ class LiveBytes(TorchDispatchMode):
             self.gathered = max(self.gathered, _gathered_bytes(self.units) + ahead)
         return result
 
-    def _mark(self, name: str, args: Any) -> None:
+    def _is_packed(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has the gradients of a unit in a row, as FSDP reduces them.
+
+        If their group has one rank, FSDP divides and copies them, and the shards of gradients are views of that copy.
+        """
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        return tensor.dim() == 1 and known is not None and known[2] is Kind.COMMUNICATION and _torch_compat.in_backward()
+
+    def _mark(self, name: str, args: Any, more: Mapping[str, Any]) -> None:
         """Say what the buffers of a collective are for."""
         if name == "c10d::_allgather_base_":
             self._become(args[0], Kind.GATHERED)
         elif name == "c10d::_reduce_scatter_base_":
             self._become(args[0], Kind.REDUCED)
             self._become(args[1], Kind.COMMUNICATION)
+        elif name == "fsdp::chunk_cat":
+            self._become(more["out"], Kind.COMMUNICATION, only=Kind.ACTIVATIONS)
         elif name.startswith("c10d::"):
             for item in tree_iter(args):
                 if isinstance(item, torch.Tensor):

@@ -28,7 +28,7 @@ from meshwright.trace.live import Kind
 from meshwright.trace.step import LOSS, UPDATE
 from meshwright.train.start.setup import RunSetup
 
-__all__ = ["MemoryForecast", "Traces", "forecast_memory", "memory_moments"]
+__all__ = ["MemoryForecast", "Traces", "forecast_memory", "kept_activations", "memory_moments"]
 
 LEAST = 4
 """Layers of the smallest trace: the first two and the last two, whose backward differs from that of the others."""
@@ -214,30 +214,52 @@ def _held_in_update(plan: ShardingPlan) -> int:
     return sum(muon.held for muon in orthogonalised(plan).values())
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The activations of a microbatch, in bytes.
+
+    Attributes:
+        by_kind: what a layer keeps until its backward, by its kind.
+        traced: what all layers of the smallest trace keep.
+        works: what a rank holds beside these while a layer is in backward, at the most.
+    """
+
+    by_kind: Mapping[int, int]
+    traced: int
+    works: int
+
+
+def _kept(traces: Traces, slopes: dict[int, dict[str, Counter[Kind]]]) -> _Kept:
+    kinds, first = traces.kinds, traces.first
+    moments, own = traces.moments(first), {kind: max(0, slope[LOSS][Kind.ACTIVATIONS]) for kind, slope in slopes.items()}
+    own = own or dict.fromkeys(kinds[:first], moments[LOSS][Kind.ACTIVATIONS] // first)
+    own = {kind: own.get(kind, max(own.values())) for kind in kinds}
+    traced = sum(own[kind] for kind in kinds[:first])
+    backward = (held[Kind.ACTIVATIONS] for name, held in moments.items() if name not in (LOSS, UPDATE, "forward"))
+    return _Kept(own, traced, max(0, max(backward, default=0) - traced))
+
+
+def kept_activations(traces: Traces) -> int:
+    """Return the bytes of activations of a microbatch that all layers keep until their backward."""
+    kept = _kept(traces, _slopes(traces, traces.kinds, traces.first))
+    return sum(kept.by_kind[kind] for kind in traces.kinds)
+
+
 def _stage_memory(
     setup: RunSetup, traces: Traces, first: int, kinds: list[int], slopes: dict[int, dict[str, Counter[Kind]]]
 ) -> list[MemoryForecast]:
     """Return the moments of each rank of `pp`."""
-    plan = setup.plan
-    kind_of = dict(zip(plan.layers, kinds, strict=True))
-    trace = traces.of(first)
-    moments, traced_layers = traces.moments(first), Counter(kinds[:first])
-    alive = replay_of_plan(plan).alive
-    kept = {kind: max(0, slope[LOSS][Kind.ACTIVATIONS]) for kind, slope in slopes.items()}
-    kept = kept or dict.fromkeys(traced_layers, moments[LOSS][Kind.ACTIVATIONS] // first)
-    widest = max(kept.values())
-    layers = sum(number * kept.get(kind, widest) for kind, number in traced_layers.items())
-    backward = max(
-        (held[Kind.ACTIVATIONS] - layers for name, held in moments.items() if name not in (LOSS, UPDATE, "forward")), default=0
-    )
+    plan, trace, moments = setup.plan, traces.of(first), traces.moments(first)
+    alive, kept = replay_of_plan(plan).alive, _kept(traces, slopes)
+    kept_by = dict(zip(plan.layers, (kept.by_kind[kind] for kind in kinds), strict=True))
     buffers = max(0, trace.step.state - trace.parameter_bytes - trace.optimizer_bytes)
     found = []
     for rank in range(plan.layout.size("pp")):
         stages, shards = stages_of_rank(plan, rank), totals_of_rank(plan, rank)
-        own = [sum(kept.get(kind_of[name], widest) for name in rows_on_stages(plan, [stage]).layers) for stage in stages]
+        own = [sum(kept_by[name] for name in rows_on_stages(plan, [stage]).layers) for stage in stages]
         last = len(plan.stages) - 1 in stages
         loss_bytes = moments[LOSS]
-        works = max(0, backward, loss_bytes[Kind.ACTIVATIONS] - layers if last else 0)
+        works = max(kept.works, loss_bytes[Kind.ACTIVATIONS] - kept.traced if last else 0)
         parts = {
             "parameters": shards.parameter_bytes,
             "optimizer": shards.optimizer_bytes,

@@ -1,6 +1,7 @@
 """What a plan costs a rank: stored bytes, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -61,15 +62,12 @@ def totals(plan: ShardingPlan) -> Totals:
 
 def fullest_rank(plan: ShardingPlan) -> int:
     """Return the rank of `pp` that stores the most."""
-
-    def stored(rank: int) -> int:
-        own = set(stages_of_rank(plan, rank))
-        return sum(
-            ((1 + row.trainable) * row.bytes_per_rank + state_bytes(plan, row)) * len(own & set(row.stages))
-            for row in plan.parameters
-        )
-
-    return max(range(plan.layout.size("pp")), key=stored)
+    stored: Counter[int] = Counter()  # by stage
+    for row in plan.parameters:
+        size = (1 + row.trainable) * row.bytes_per_rank + state_bytes(plan, row)
+        for stage in row.stages:
+            stored[stage] += size
+    return max(range(plan.layout.size("pp")), key=lambda rank: sum(stored[stage] for stage in stages_of_rank(plan, rank)))
 
 
 def priced_json(plan: ShardingPlan, more: Mapping[str, Any] | None = None) -> str:
@@ -89,8 +87,8 @@ def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
     name = next(name for name, size in gathered[-index].items() if size == largest)
     traffic = [unit_traffic(stage, unit) for stage in stages for unit in stage.units]
     return Totals(
-        parameters=sum(row.numel for row in plan.parameters),
-        trainable=sum(row.numel for row in plan.parameters if row.trainable),
+        parameters=plan.numbers[0],
+        trainable=plan.numbers[1],
         parameter_bytes=sum(row.bytes_per_rank for row in rows),
         gradient_bytes=sum(row.bytes_per_rank for row in rows if row.trainable),
         optimizer_bytes=sum(state_bytes(plan, row) for row in rows),

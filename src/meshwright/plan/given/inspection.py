@@ -158,12 +158,18 @@ class Inspection:
 
     def home(self, name: str) -> str:
         """Return a name of a module or parameter by the first place of each module that stands in several places."""
-        module, found = "", ""
-        for part in name.split("."):
-            found = f"{module}.{part}" if module else part
-            facts = self.modules.get(module)
-            module = facts.children.get(part, found) if facts else found
-        return module if module in self.modules else found
+        if name not in self._homes:
+            module, found = "", ""
+            for part in name.split("."):
+                found = f"{module}.{part}" if module else part
+                facts = self.modules.get(module)
+                module = facts.children.get(part, found) if facts else found
+            self._homes[name] = module if module in self.modules else found
+        return self._homes[name]
+
+    @cached_property
+    def _homes(self) -> dict[str, str]:
+        return {}
 
     @cached_property
     def _all(self) -> list[str]:

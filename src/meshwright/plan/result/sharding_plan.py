@@ -90,7 +90,7 @@ class ShardingPlan:
     program: tuple[Action, ...] = ()
     mixers: tuple[MixerShare, ...] = ()
 
-    @property
+    @cached_property
     def fsdp_units(self) -> tuple[UnitRow, ...]:
         """The rows of modules that are FSDP units."""
         return tuple(unit for unit in self.units if not unit.part_of)
@@ -118,7 +118,21 @@ class ShardingPlan:
 
     def parts(self, unit: UnitRow) -> tuple[UnitRow, ...]:
         """Return the rows of the modules of a unit: its own row, and those of modules that were wrapped together with it."""
-        return (unit, *(other for other in self.units if other.part_of == unit.name and unit.name))
+        return (unit, *self._parts_of_units.get(unit.name, ()))
+
+    @cached_property
+    def _parts_of_units(self) -> dict[str, list[UnitRow]]:
+        parts: dict[str, list[UnitRow]] = {}
+        for other in self.units:
+            if other.part_of:
+                parts.setdefault(other.part_of, []).append(other)
+        return parts
+
+    @cached_property
+    def numbers(self) -> tuple[int, int]:
+        """The number of elements of all parameters, each counted once, and of those that are trained."""
+        every = sum(row.numel for row in self.parameters)
+        return every, sum(row.numel for row in self.parameters if row.trainable)
 
     def runs(self, module: str) -> tuple[int, int]:
         """Return the forwards and the backwards of a module in a microbatch: those of the innermost unit around it."""

@@ -6,7 +6,8 @@ from xml.sax.saxutils import escape
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.plan.axes.pipeline.replay import Phase, Replay, Span, replay_of_plan
+from meshwright.plan.axes.pipeline.replay import Replay, Span, replay_of_plan
+from meshwright.plan.axes.pipeline.turns import Phase
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["drawing", "timeline", "timeline_svg"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from meshwright.errors import Problems, Refusal
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import SyncPolicy
-from meshwright.plan.given.names import inside
+from meshwright.plan.given.names import holder_of, inside
 from meshwright.plan.result.program import Prefetch
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
 
@@ -39,10 +39,14 @@ def layer_groups(plan: ShardingPlan) -> LayerGroups:
     """Group the units of a plan into turns."""
     around: list[UnitRow] = []
     groups: list[list[UnitRow]] = []
+    holders = {ROOT}
+    for layer in plan.layers:
+        while (layer := holder_of(layer)) not in holders:
+            holders.add(layer)
     for unit in plan.fsdp_units:  # in model order, parents first
         if not unit.forwards:
             continue
-        if unit.name == ROOT or any(inside(layer, unit.name) for layer in plan.layers):
+        if unit.name in holders:
             around.append(unit)
         elif groups and inside(unit.name, groups[-1][0].name):
             groups[-1].append(unit)

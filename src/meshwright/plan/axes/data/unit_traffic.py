@@ -85,13 +85,16 @@ def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
     last = 0  # computed after all others, and reduced together with `waiting`
     doubled = 0  # computed in several parts: the sum, the next part and their new sum exist at once
     written: dict[str, int] = {}  # by unit, for units that reduce right after their own backward
+    copies: dict[str, list[UnitRow]] = {}
+    for unit in plan.fsdp_units:
+        if unit.forwards:
+            copies.setdefault(unit.twin_of or unit.name, []).append(unit)
     for index, row in enumerate(trained):
         around = units[row.unit] in parts.around
         shared = len(plan.parts(units[row.unit])) > 1
         if row.aliases and not any(unit.twin_of and unit.twin_of == row.unit for unit in plan.units):
             doubled = max(doubled, 2 * row.gathered_bytes)
-        copies = [unit for unit in plan.fsdp_units if (unit.twin_of or unit.name) == row.unit and unit.forwards]
-        for unit in copies:
+        for unit in copies.get(row.unit, ()):
             accumulated = plan.options.microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH
             waiting += row.reduced_bytes if accumulated else 0  # in the dtype of reduction
             if shared:  # one gradient, which is complete after both passes

@@ -28,10 +28,13 @@ def complete_units(draft: Draft) -> Found[dict[str, UnitRow]]:
     options, rows = draft.options, draft.rows
     policies = _affordable_policies(draft)
     in_backward = gathered_in_backward(list(draft.units), rows, implicit=options.prefetch_backward is None)
+    names: dict[str, list[str]] = {name: [] for name in draft.units}
+    for row in rows:
+        names[row.unit].append(row.name)
     units = {
         name: replace(
             unit,
-            parameters=tuple(row.name for row in rows if row.unit == name),
+            parameters=tuple(names[name]),
             reshard_after_forward=unit.reshard_after_forward and not draft.whole(unit),
             sync=policies[name],
             activation_checkpointing=draft.modes.get(name, ActivationCheckpointing.NONE),
@@ -95,12 +98,12 @@ def gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow], *, 
 def _dtype_problems(units: Iterable[UnitRow], rows: Sequence[ParameterRow]) -> Problems:
     """Check that the trainable parameters of a unit have one stored dtype, because FSDP gathers them as one buffer."""
     problems = Problems()
+    found: dict[str, dict[str, str]] = {}  # unit -> dtype -> its first parameter
+    for row in rows:
+        if row.trainable:
+            found.setdefault(row.unit, {}).setdefault(row.dtype, row.name)
     for unit in units:
-        by_dtype: dict[str, str] = {}
-        for row in rows:
-            if row.unit == unit.name and row.trainable:
-                by_dtype.setdefault(row.dtype, row.name)
-        if len(by_dtype) > 1:
+        if len(by_dtype := found.get(unit.name, {})) > 1:
             shown = ", ".join(f"{name!r} is {dtype}" for dtype, name in by_dtype.items())
             problems.add(
                 "fsdp.dtypes",

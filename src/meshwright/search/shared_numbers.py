@@ -1,0 +1,210 @@
+"""Numbers that many candidates of a search share: what a sequence adds on a rank, and what slices of matrices cost.
+
+The work and the activations of a row are by how much a trace of two rows has more than that of one row. So what does not grow
+with rows, such as copies of gathered parameters, is not in them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout import Layout
+from meshwright.plan.axes.data.prefetch import layer_groups
+from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
+from meshwright.plan.cost.activation_traffic import activation_traffic
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
+from meshwright.plan.given.names import within
+from meshwright.plan.result.axis_traffic import AxisTraffic
+from meshwright.plan.result.sharding_plan import EXPERTS, ShardingPlan, shard_axis
+from meshwright.plan.update.states import state_bytes
+from meshwright.search.space import Branch, Candidate
+from meshwright.trace.fewer import world_of
+from meshwright.trace.kept_traces import TraceStore
+from meshwright.trace.layer_work import LayerWork
+from meshwright.trace.memory import Traces, kept_activations
+from meshwright.trace.work import Work
+from meshwright.train.start.setup import RunSetup, change_setup
+
+__all__ = ["MODE", "Numbers", "Slices"]
+
+Choices = tuple[tuple[str, Any], ...]
+"""Keys of a configuration, each with a value."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What a plan of one stage says of all layouts with the same slices.
+
+    Attributes:
+        traffic: collectives of activations in a microbatch of one sequence.
+        state: bytes of the shards of parameters and moments of what is no expert, as if nothing sharded it, and of experts.
+        gradients: the same of the shards of gradients.
+        updated: the same of what an update reads and writes.
+        copied: the same of what is copied between host and device, with ``cpu_offload``.
+        gathered: bytes of all parameters in the dtype of compute, as they are gathered.
+        reduced: bytes of all gradients before they are reduced.
+        layer: gathered bytes of the layer that has the fewest.
+        layer_gradients: bytes of the unreduced gradients of the layer that has the fewest.
+        units: the collectives over data ranks, by the kind of units and whether they are in layers.
+    """
+
+    traffic: tuple[AxisTraffic, ...]
+    state: tuple[float, float]
+    gradients: tuple[float, float]
+    updated: tuple[float, float]
+    copied: tuple[float, float]
+    gathered: int
+    reduced: int
+    layer: int
+    layer_gradients: int
+    units: Mapping[tuple[str, bool], "Units"]
+
+
+@dataclass
+class Units:
+    """The collectives over data ranks of some units.
+
+    Attributes:
+        again: number and bytes of the gathers of a microbatch, if nothing stays gathered.
+        once: the same, if each unit is gathered once.
+        reductions: number and bytes of the reductions, if each unit is reduced once.
+    """
+
+    again: tuple[int, int] = (0, 0)
+    once: tuple[int, int] = (0, 0)
+    reductions: tuple[int, int] = (0, 0)
+
+
+class Numbers:
+    """Finds the numbers of a run, each once.
+
+    Args:
+        setup: the run.
+        store: traces.
+    """
+
+    def __init__(self, setup: RunSetup, store: TraceStore) -> None:
+        self.setup, self.store = setup, store
+        self._slices: dict[tuple[Any, ...], Slices | None] = {}
+        self._work: dict[ActivationCheckpointing, Counter[Work]] = {}
+        self._sliced_work: dict[tuple[Any, ...], Counter[Work]] = {}
+        self._kept: dict[Choices, int] = {}
+
+    def slices(self, branch: Branch, candidate: Candidate) -> Slices | None:
+        """Return what all layouts with the same slices share; ``None``: they are refused."""
+        values, layout = dict(candidate.values), branch.layout
+        chosen = _chosen(values, *_SLICING, "optimizer.kind")
+        key = (layout.size("tp"), layout.size("cp"), layout.ep, layout.ep_shard > 1, layout.size("dp_shard_cp") > 1, chosen)
+        if key not in self._slices:
+            self._slices[key] = self._find(layout, chosen)
+        return self._slices[key]
+
+    def _find(self, layout: Layout, chosen: Choices) -> Slices | None:
+        ranks = layout.world_size // (layout.size("pp") * layout.size("dp_replicate"))
+        small = world_of(replace(layout, pp=1, dp_replicate=1).resolve(ranks))
+        try:
+            run = self._run(small, chosen)
+        except MeshwrightError:
+            return None
+        plan = run.plan
+        axis = {unit.name: unit.kind for unit in plan.units}
+        state, gradients, updated, copied = (Counter[bool]() for _ in range(4))
+        for row in plan.parameters:
+            kind = axis[row.unit]
+            of_experts, shards = kind == EXPERTS, plan.layout.size(shard_axis(plan.layout, kind))
+            moments, gradient = state_bytes(plan, row), row.trainable * row.bytes_per_rank
+            state[of_experts] += shards * (row.bytes_per_rank + moments)
+            gradients[of_experts] += shards * gradient
+            updated[of_experts] += shards * (2 * row.bytes_per_rank + gradient + 2 * moments)
+            copied[of_experts] += shards * (row.bytes_per_rank + gradient)
+        layers = [
+            [unit for unit in turn if not unit.part_of] for turn in layer_groups(plan).turns if turn[0].name in plan.layers
+        ]
+        trained = [[row for unit in turn for row in plan.rows(unit) if row.trainable] for turn in layers]
+        return Slices(
+            traffic=tuple(item for item in activation_traffic(plan) if item.size and item.kind != "send"),
+            state=(state[False], state[True]),
+            gradients=(gradients[False], gradients[True]),
+            updated=(updated[False], updated[True]),
+            copied=(copied[False], copied[True]),
+            gathered=sum(row.gathered_bytes for row in plan.parameters),
+            reduced=sum(row.reduced_bytes for row in plan.parameters),
+            layer=min((sum(unit_bytes(plan, unit)[0] for unit in turn) for turn in layers), default=0),
+            layer_gradients=min((sum(row.gathered_bytes for row in rows) for rows in trained), default=0),
+            units=_units_of(plan),
+        )
+
+    def _run(self, layout: Layout, chosen: Choices, rows: int = 1) -> RunSetup:
+        """Return a run of one microbatch of some sequences."""
+        config = Candidate(layout, (*_PLAIN, ("training.microbatch_size", rows), *chosen)).config(self.setup.config)
+        training = config.training.model_copy(update={"global_batch_size": rows * layout.size("dp")})
+        return change_setup(self.setup, config.model_copy(update={"training": training}), layout.world_size)
+
+    def work(self, mode: ActivationCheckpointing) -> Counter[Work]:
+        """Return the work that a sequence adds on a single rank, under a mode of recomputation."""
+        if mode not in self._work:
+            self._work[mode] = self._added(Layout(dp_shard=1).resolve(1), ((MODE, mode),))
+        return self._work[mode]
+
+    def sliced_work(self, branch: Branch, values: Mapping[str, Any]) -> Counter[Work]:
+        """Return the work that a whole sequence adds on a rank with slices of matrices, if nothing is recomputed."""
+        layout, chosen = branch.layout, _chosen(values, "parallel.sequence_parallel")
+        sizes = (layout.size("tp"), gcd(layout.ep, layout.size("dp_shard") * layout.size("tp")), chosen)
+        if sizes not in self._sliced_work:
+            ranks = layout.size("dp_shard") * layout.size("tp")
+            whole = replace(layout, pp=1, dp_replicate=1, cp=1, ep=sizes[1]).resolve(ranks)
+            self._sliced_work[sizes] = self._added(world_of(whole), chosen)
+        return self._sliced_work[sizes]
+
+    def kept(self, branch: Branch, values: Mapping[str, Any], mode: ActivationCheckpointing) -> int:
+        """Return the bytes of activations that all layers keep of a sequence until their backward.
+
+        Nothing but `cp` cuts it here, which is measured on two ranks: their attention keeps other tensors than that of one.
+        """
+        ranks = min(2, branch.layout.size("cp"))
+        chosen = ((MODE, mode), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
+        if chosen not in self._kept:
+            run = self._run(Layout(dp_shard=1, cp=ranks).resolve(ranks), chosen)
+            self._kept[chosen] = ranks * kept_activations(Traces(run, store=self.store))
+        return self._kept[chosen]
+
+    def _added(self, layout: Layout, chosen: Choices) -> Counter[Work]:
+        """Return by how much a microbatch of two sequences is more work than that of one."""
+        runs = (self._run(layout, chosen, rows) for rows in (1, 2))
+        fewer, more = (LayerWork.of(Traces(run, store=self.store)).on_rank(run.plan, 0) for run in runs)
+        return Counter({kind: more[kind] - fewer[kind] for kind in Work})
+
+
+def _chosen(values: Mapping[str, Any], *names: str) -> Choices:
+    return tuple((name, values[name]) for name in names if name in values)
+
+
+def _units_of(plan: ShardingPlan) -> dict[tuple[str, bool], Units]:
+    """Return the collectives over data ranks of the units of each kind, in layers and outside of them."""
+    alone, found = replace(plan, options=replace(plan.options, microbatches=1)), dict[tuple[str, bool], Units]()
+    for unit in plan.fsdp_units:
+        units = found.setdefault((unit.kind, within(unit.name, plan.layers)), Units())
+        each = unit_traffic(alone, replace(unit, sync=SyncPolicy.REDUCE_EACH))
+        gathered, reduced = unit_bytes(plan, unit)
+        units.again = units.again[0] + each.all_gathers, units.again[1] + each.all_gather_bytes
+        if each.all_gathers:
+            units.once = units.once[0] + 1, units.once[1] + gathered
+        if reduced and any(part.forwards for part in plan.parts(unit)):
+            units.reductions = units.reductions[0] + 1, units.reductions[1] + reduced
+    return found
+
+
+MODE = "parallel.activation_checkpointing"
+_SLICING = ("parallel.sequence_parallel", "parallel.context_parallel")
+
+_PLAIN: tuple[tuple[str, Any], ...] = (
+    ("parallel.activation_checkpointing", ActivationCheckpointing.NONE),
+    ("parallel.pipeline.schedule", PipelineSchedule.ONE_F_ONE_B),
+    ("parallel.pipeline.stages_per_rank", None),
+    ("parallel.sync", None),
+    ("parallel.cpu_offload", False),
+)
+"""Choices of the runs that bounds are made of; nothing in a bound depends on them."""
