@@ -69,7 +69,7 @@ def measure(device: torch.device, pp: int, schedule: str, microbatches: int) -> 
     """Run steps under a schedule, and measure the third and the fourth. The job of each rank."""
     import meshwright as mw
     from meshwright.distributed.comm_counter import CommCounter
-    from meshwright.plan.axes.pipeline.turns import Phase, ScheduledOp
+    from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp
 
     model = of_config()
     plan = plan_of(model, pp, schedule, microbatches)
@@ -193,8 +193,8 @@ def floor(device: torch.device, pp: int, schedule: str, microbatches: int) -> di
 def of_schedule(pp: int, schedule: str, microbatches: int, rounds: int) -> tuple[list[str], list[Bound]]:
     """Measure a schedule, and return its row and bounds."""
     from meshwright.plan.axes.pipeline.replay import receive_buffers, replay, replay_of_plan
+    from meshwright.plan.axes.pipeline.schedule_turns import order_of
     from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, pipeline_messages
-    from meshwright.plan.axes.pipeline.turns import order_of
     from meshwright.plan.cost.price import totals_of_rank
     from meshwright.ranks.pool import Pool
 

@@ -8,7 +8,7 @@ its microbatch.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.plan.axes.pipeline.turns import Phase
+from meshwright.plan.axes.pipeline.schedule_turns import Phase
 from meshwright.plan.show.summary import seconds_text
 from meshwright.report.markup import Section, attributes, figure, legend, table, tag, ticks
 from meshwright.trace.in_time.step_timeline import LANES, Event, RankTimeline, StepTimeline

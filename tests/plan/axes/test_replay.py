@@ -10,7 +10,7 @@ from rich.console import Console
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.axes.pipeline.replay import Replay, receive_buffers, replay, replay_of_plan
-from meshwright.plan.axes.pipeline.turns import TORCH_SCHEDULES, Phase, ScheduledOp, order_of
+from meshwright.plan.axes.pipeline.schedule_turns import TORCH_SCHEDULES, Phase, ScheduledOp, order_of
 from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.distributed._torch_compat.unit_state import param_groups
 from meshwright.errors import UnsupportedError
-from meshwright.plan.axes.pipeline.turns import TORCH_SCHEDULES
+from meshwright.plan.axes.pipeline.schedule_turns import TORCH_SCHEDULES
 from meshwright.plan.given.closed_choices import PipelineSchedule
 
 __all__ = ["backward_of_stage", "detachable", "make_schedule", "own_backward_of_stage", "run_schedule"]

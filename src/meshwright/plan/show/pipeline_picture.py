@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.plan.axes.pipeline.replay import Replay, Span, replay_of_plan
-from meshwright.plan.axes.pipeline.turns import Phase
+from meshwright.plan.axes.pipeline.schedule_turns import Phase
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["drawing", "timeline", "timeline_svg"]

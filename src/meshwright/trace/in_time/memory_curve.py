@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.plan.axes.pipeline.replay import replay_of_plan
+from meshwright.plan.axes.pipeline.schedule_turns import Phase
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
-from meshwright.plan.axes.pipeline.turns import Phase
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.in_time.step_timeline import RankTimeline, StepTimeline
 from meshwright.trace.memory import MemoryForecast, Traces, memory_moments

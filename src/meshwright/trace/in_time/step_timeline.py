@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.plan.axes.data.prefetch import layer_groups
+from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp, awaited
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
-from meshwright.plan.axes.pipeline.turns import Phase, ScheduledOp, awaited
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.in_time.turn_pieces import Piece, Turned, turn_pieces, turned

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.plan.axes.pipeline.turns import Phase
+from meshwright.plan.axes.pipeline.schedule_turns import Phase
 from meshwright.trace.overlap import Recording
 
 __all__ = ["Fill", "Piece", "Turned", "turn_pieces", "turned"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
+from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp, awaited, order_of
 from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, first_trained
-from meshwright.plan.axes.pipeline.turns import Phase, ScheduledOp, awaited, order_of
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
