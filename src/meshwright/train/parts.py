@@ -122,6 +122,7 @@ def balance_of_plan(run: RankSetup, model: nn.Module) -> Balance:
         bias_update_rate=moe.bias_update_rate or 0.0,
         load_metrics=moe.load_metrics,
         group=mesh["cp"].get_group() if plan.layout.size("cp") > 1 else None,
+        slices=mesh["tp"].get_group() if any(row.slice_axis for row in plan.experts) else None,
         own=[row.module for row in own],
     )
 

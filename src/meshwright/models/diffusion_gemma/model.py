@@ -28,7 +28,7 @@ from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.memory.activation_checkpointing import is_checkpointed
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
-from meshwright.models.diffusion_gemma.canvas_columns import flat, own_columns
+from meshwright.models.diffusion_gemma.canvas_columns import flat, own_columns, padded
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
 from meshwright.plan.axes.context.sharing import FUNCTION
 
@@ -70,7 +70,7 @@ def rounds_losses(output_dtype: str | None) -> bool:
     return output_dtype is not None and getattr(torch, output_dtype).itemsize < torch.float32.itemsize
 
 
-def enable(model: "PreTrainedModel", output_dtype: str | None = None) -> None:
+def enable(model: "PreTrainedModel", output_dtype: str | None = None, multiple: int = 1) -> None:
     """Make a ``DiffusionGemmaForBlockDiffusion`` accept ``model(denoise=batch, encoder_loss=...)``. It may be called twice.
 
     The batch has ``input_ids`` and ``position_ids`` [B, S], ``canvas_ids`` (with noise), ``canvas_positions`` and
@@ -82,11 +82,14 @@ def enable(model: "PreTrainedModel", output_dtype: str | None = None) -> None:
         model: the model, changed in place.
         output_dtype: dtype that its root casts outputs to. If :func:`rounds_losses` is true for it, calls with ``encoder_loss``
             raise a :class:`PlanError`.
+        multiple: number that must divide the columns of a canvas, so that all ranks have equally many. Hidden columns are
+            appended, whose logits are returned too.
     """
     if not isinstance(model.forward, _Forward):
         model.forward = _Forward(model, model.forward)
     if output_dtype is not None:
         model.forward.output_dtype = output_dtype
+    model.forward.multiple = max(model.forward.multiple, multiple)
 
 
 class _Forward:
@@ -96,6 +99,7 @@ class _Forward:
         self.model, self.inner = model, inner
         self.signature = inspect.signature(inner)
         self.output_dtype: str | None = None
+        self.multiple = 1
 
     def __call__(self, *args: Any, denoise: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
         if denoise is None:
@@ -106,7 +110,7 @@ class _Forward:
                 f"output_dtype={self.output_dtype}: the encoder's loss, a sum in nats, would be rounded to it as it leaves the "
                 "model; with encoder_loss legal are None, float32 and float64 (of mp_policy, or of parallel)",
             )
-        return _denoised(self.model, self.inner, denoise, *args, **kwargs)
+        return _denoised(self.model, self.inner, padded(flat(denoise), self.multiple), *args, **kwargs)
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's own forward. In training, pass a cache that recomputation does not write, if none is given."""
@@ -184,7 +188,6 @@ def three_passes(
 
 
 def _denoised(model: "PreTrainedModel", forward: Any, batch: dict[str, torch.Tensor], **more: Any) -> Denoised:
-    batch = flat(batch)
     if attention_of(model) == FUNCTION:
         batch = own_columns(model, batch)
     return three_passes(model, forward, batch, partial(_masks, model, batch), **more)
