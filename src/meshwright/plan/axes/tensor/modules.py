@@ -11,8 +11,9 @@ of its rowwise matrix. In a whole region the matrices keep their own moves.
 | whole   | every rank computes the same                 |                  | `gather_sequence_whole`, `split_sequence` |
 
 A router and experts that a layer calls itself are in no region. Under sequence parallel the router chooses for the tokens of a
-slice, so each of its parameters has a part of its gradient on each rank. Sliced experts take the tokens of all slices with their
-routing (`gather_tokens`, `scatter_sequence`); experts that `ep` distributes take those of the slice, which the rank sends.
+slice, so each of its parameters has a part of its gradient on each rank. Sliced experts take the tokens of all slices with
+their routing (`gather_tokens`, `scatter_sequence`); experts that `ep` distributes take those of the slice, which the rank
+sends.
 
 Sequence parallel (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between regions, each rank has its own slice of
 the sequence, so that norms and residuals are computed, and their activations stored, only once.
@@ -163,7 +164,8 @@ def _problems_beside_experts(model: SlicedModel, name: str) -> Iterable[Refusal]
 def _style_rows(model: SlicedModel, name: str, style: str) -> tuple[list[TensorParallelRow], dict[str, str], Problems]:
     """Return the row of a module with a style, or those of a matrix and its adapter, and the styles of the adapter."""
     facts, declared, region = model.draft.model, STYLES.get(style) or DERIVED[style], model.region_around(name)
-    entry, exit_, flat = declared.entry, declared.exit, any(span.flat and name in (*span.entries, span.exit) for span in model.spans)
+    entry, exit_ = declared.entry, declared.exit
+    flat = any(span.flat and name in (*span.entries, span.exit) for span in model.spans)
     if name in model.on_slices:
         entry, exit_, flat = Move.GATHER_TOKENS, Move.SCATTER_SEQUENCE, True
     if region in ("split", "partial"):
