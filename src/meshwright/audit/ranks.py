@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.audit.again import difference, evaluate, go_on, save_here
-from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, Point, compare_borders, first_recorders, tokens_of
+from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, compare_borders, first_recorders, tokens_of
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, digest, modules_in_evaluation, states_by_kind
 from meshwright.audit.causes.callback_notes import notes_of
 from meshwright.audit.compare import Row, compare, weights_of_parts
@@ -32,7 +32,7 @@ from meshwright.distributed.slices import whole_tensor
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.given.names import within
-from meshwright.plan.result.border_places import Portion, first_microbatch, portion_of_rank
+from meshwright.plan.result.border_places import first_microbatch, portion_of_rank
 from meshwright.train.engine.runner import Batch, Sums
 
 __all__ = ["RankTrainer", "audit_on_rank"]
@@ -162,15 +162,12 @@ class RankTrainer(AuditTrainer):
     def _compare_borders(self, batch: Batch) -> None:
         plan, place = self.setup.plan, self.setup.layout.coordinates(self.rank)
         rows, first = len(batch["input_ids"]), first_microbatch(plan, place)
-
-        def hold(at: Point, shape: torch.Size) -> Portion | None:
-            tokens = tokens_of(shape, batch, plan)
-            return portion_of_rank(plan, at.module, at.side, place, rows, tokens, shape[-1] if shape else 0)
-
         self.result.borders = compare_borders(
             {point: tensor for recorder in self.at_borders for point, tensor in recorder.tensors[0].items()},
             lambda point: self.reference.get(f"border.{first}.{point}"),
-            hold,
+            lambda at, shape: portion_of_rank(
+                plan, at.module, at.side, place, rows, tokens_of(shape, batch, plan), shape[-1] if shape else 0
+            ),
             self.tolerances.border(),
             FLOORS[self.case.dtype],
             self.rank,
