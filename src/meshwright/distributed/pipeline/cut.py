@@ -22,7 +22,7 @@ from meshwright.plan.given.hidden_argument import HIDDEN, Argument, value_of
 from meshwright.plan.given.names import inside, within
 from meshwright.plan.result.program import Cut
 
-__all__ = ["Crossing", "crossing_of", "cut_model", "runs"]
+__all__ = ["Crossing", "crossing_of", "cut_model", "cut_of_model", "runs"]
 
 _CROSSING, _CUT = "_meshwright_crossing", "_meshwright_cut"
 
@@ -183,6 +183,12 @@ def crossing_of(model: nn.Module) -> Crossing:
     """Return what enters and leaves a stage, for a model that was cut."""
     crossing: Crossing = vars(model)[_CROSSING]
     return crossing
+
+
+def cut_of_model(model: nn.Module) -> Cut | None:
+    """Return the action that cut a model; ``None``: it is whole."""
+    found: Cut | None = vars(model).get(_CUT)
+    return found
 
 
 def _call_body(model: nn.Module, body: str, crossing: Crossing) -> None:

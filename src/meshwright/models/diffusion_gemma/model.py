@@ -35,7 +35,16 @@ from meshwright.plan.axes.context.sharing import FUNCTION
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTIONS", "Denoised", "enable", "rounds_losses", "three_passes"]
+__all__ = [
+    "ATTENTIONS",
+    "Denoised",
+    "decoder_arguments",
+    "enable",
+    "encode",
+    "encoder_logits",
+    "rounds_losses",
+    "three_passes",
+]
 
 ATTENTIONS = ("sdpa", "eager")
 """The attention implementations of transformers that accept a mask of any pattern."""
@@ -100,17 +109,31 @@ class _Forward:
         self.signature = inspect.signature(inner)
         self.output_dtype: str | None = None
         self.multiple = 1
+        self.last_pass: Callable[..., Denoised] | None = None
+        """What computes the next call with ``denoise``: the last pass of the last stage of a pipeline."""
 
-    def __call__(self, *args: Any, denoise: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        denoise: dict[str, torch.Tensor] | None = None,
+        stage: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if denoise is None:
             return _anchored(self._own(args, kwargs))
+        if stage is not None:  # a pass of a stage of a pipeline, inside of the hooks of the root
+            return stage(padded(flat(denoise), self.multiple))
         if kwargs.get("encoder_loss") is not None and rounds_losses(self.output_dtype):
             raise PlanError(
                 "diffusion.output_dtype",
                 f"output_dtype={self.output_dtype}: the encoder's loss, a sum in nats, would be rounded to it as it leaves the "
                 "model; with encoder_loss legal are None, float32 and float64 (of mp_policy, or of parallel)",
             )
-        return _denoised(self.model, self.inner, padded(flat(denoise), self.multiple), *args, **kwargs)
+        batch = padded(flat(denoise), self.multiple)
+        if (finish := self.last_pass) is not None:
+            self.last_pass = None
+            return finish(batch, **kwargs)
+        return _denoised(self.model, self.inner, batch, *args, **kwargs)
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's own forward. In training, pass a cache that recomputation does not write, if none is given."""
@@ -164,14 +187,8 @@ def three_passes(
         masks: returns for each kind of layer the mask of the decoder, if hidden states have some dtype.
         encoder_loss: see :func:`enable`.
     """
-    written = _cache_type()()
-    encoded = model.model.encoder(
-        input_ids=batch["input_ids"],
-        attention_mask=batch.get("attention_mask"),
-        position_ids=batch["position_ids"],
-        past_key_values=written,
-    ).last_hidden_state
-    read = None if encoder_loss is None else encoder_loss(_head(model, encoded))
+    written, encoded = encode(model, batch)
+    read = None if encoder_loss is None else encoder_loss(encoder_logits(model, encoded))
     nothing = torch.zeros((), dtype=encoded.dtype, device=encoded.device)
     anchor = (encoded[:, :1] * 0.0).sum() if torch.is_grad_enabled() else nothing
     decode = partial(
@@ -185,6 +202,29 @@ def three_passes(
         draft = decode().logits
     logits = decode(self_conditioning_logits=draft, self_conditioning_mask=batch["self_conditioned"][:, 0]).logits
     return Denoised(logits, read, anchor, batch.get("canvas_labels"))
+
+
+def decoder_arguments(model: "PreTrainedModel", batch: dict[str, torch.Tensor], written: Any) -> dict[str, Any]:
+    """Return what the decoder is called with, for canvases [B, R] and the cache of the clean sequences."""
+    dtype = model.dtype
+    return {
+        "past_key_values": written,
+        "decoder_input_ids": batch["canvas_ids"],
+        "decoder_position_ids": batch["canvas_positions"],
+        "decoder_attention_mask": _masks(model, batch, dtype),
+    }
+
+
+def encode(model: "PreTrainedModel", batch: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Run the encoder over clean sequences, and return the cache that it wrote and its last hidden state [B, S, features]."""
+    written = _cache_type()()
+    encoded = model.model.encoder(
+        input_ids=batch["input_ids"],
+        attention_mask=batch.get("attention_mask"),
+        position_ids=batch["position_ids"],
+        past_key_values=written,
+    ).last_hidden_state
+    return written, encoded
 
 
 def _denoised(model: "PreTrainedModel", forward: Any, batch: dict[str, torch.Tensor], **more: Any) -> Denoised:
@@ -225,7 +265,7 @@ def _masks(model: "PreTrainedModel", batch: dict[str, torch.Tensor], dtype: torc
     return dict(masks)
 
 
-def _head(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:
+def encoder_logits(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits of hidden states, as the model computes them for the decoder: in fp32 or better, and capped."""
     logits = model.lm_head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

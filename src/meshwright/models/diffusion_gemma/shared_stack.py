@@ -15,7 +15,10 @@ from torch import nn
 
 from meshwright.distributed.data.fsdp_units import enter_by
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.pipeline.cut import cut_of_model
+from meshwright.distributed.pipeline.passes import set_passes
 from meshwright.models.diffusion_gemma.model import enable
+from meshwright.models.diffusion_gemma.stage_passes import StagePasses
 from meshwright.models.diffusion_gemma.stack_traces import StackTraces
 from meshwright.models.specs.decoder import global_heads
 from meshwright.models.specs.derived import DefaultParallelizationStrategy, derived_spec, is_transformers
@@ -85,5 +88,7 @@ class DiffusionGemmaParallelizationStrategy(DefaultParallelizationStrategy):
         """
         if is_transformers(model):
             enable(model, output_dtype, multiple)
+            if (cut := cut_of_model(model)) is not None and cut.passes > 1:
+                set_passes(model, StagePasses(model))
             enter_by(model, "generate")  # it calls encoder and decoder directly, without the hooks of the root
         return model

@@ -16,12 +16,14 @@ from meshwright.errors import Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.diffusion_gemma.masks import window_of
 from meshwright.models.diffusion_gemma.model import ATTENTIONS, three_passes
+from meshwright.models.diffusion_gemma.stack_stages import trace_both_stacks
 from meshwright.models.reading.context.attention_calls import AttentionTracer
 from meshwright.models.reading.model_traces import ModelTraces
 from meshwright.models.reading.tracing import Attention, attributes, traced
 from meshwright.models.specs.derived import base_of_peft
 from meshwright.plan.given.attentions import Attentions, unknown_argument
 from meshwright.plan.given.context.canvas_facts import CanvasFacts
+from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.spec import ExpertsRule
 from meshwright.plan.given.traces import RegionFacts
 
@@ -58,6 +60,10 @@ class StackTraces(ModelTraces):
     def attentions(self) -> Attentions:
         """See :func:`trace_stacks`."""
         return trace_stacks(self.model, self.experts, self.canvas)
+
+    def stages(self, layers: Sequence[str]) -> StageFacts:
+        """See :func:`~meshwright.models.diffusion_gemma.stack_stages.trace_both_stacks`."""
+        return self._once("stages", layers, trace_both_stacks)
 
     def regions(self, layers: Sequence[str]) -> RegionFacts:
         """See :func:`~meshwright.models.reading.tensor.regions.trace_regions`, which follows a training forward."""

@@ -41,7 +41,7 @@ from meshwright.plan.given.spec import ExpertsRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["trace_stages"]
+__all__ = ["StageTracer", "trace_stages"]
 
 _BEFORE = -1
 """Where a tensor comes from if parameters outside of the layers were used for it before the first layer."""
@@ -55,10 +55,10 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
-    found, why = traced(model, experts, partial(_StageTracer, model, layers))
+    found, why = traced(model, experts, partial(StageTracer, model, layers))
     if found is not None and len(found.layers) < len(layers):  # those of an image tower, or that read images, do not run
         running = list(dict.fromkeys(layer.name for layer in found.layers))
-        found, why = traced(model, experts, partial(_StageTracer, model, running))
+        found, why = traced(model, experts, partial(StageTracer, model, running))
     if found is None:
         return StageFacts(problems=(Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     facts = found.facts()
@@ -99,7 +99,7 @@ def _initialize(part: nn.Module, _: object) -> None:
         owners[name]._init_weights(module)
 
 
-class _StageTracer(Tracer):
+class StageTracer(Tracer):
     """Follows what each tensor was computed from, and records how layers are called."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], inputs: Inputs) -> None:

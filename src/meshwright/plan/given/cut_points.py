@@ -56,6 +56,9 @@ class StageFacts:
         after: modules without parameters that run after the last layer alone.
         idle: the outermost modules with parameters that do not run, such as an image tower in training on text, and other
             parameters that nobody uses.
+        passes: how often a microbatch goes through all stages. Above 1, layers are those of several stacks in turn: all layers of
+            one number, then those of the next. They share their parameters, so they are cut together. The first pass runs those
+            of the first stack, each other pass those of the second.
     """
 
     layers: tuple[LayerFacts, ...] = ()
@@ -69,3 +72,4 @@ class StageFacts:
     idle: tuple[str, ...] = ()
     streams: tuple[int, ...] = ()
     uncut: Mapping[int, str] = field(default_factory=dict)
+    passes: int = 1

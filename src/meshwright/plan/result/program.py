@@ -61,6 +61,8 @@ class Cut:
         after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
         idle: modules that do not run, such as an image tower, and parameters that nobody uses. The first stage has them.
         streams: sizes of what the hidden state has between positions and features, such as the number of residual streams.
+        passes: how often a microbatch goes through all ranks, see :attr:`~meshwright.plan.given.cut_points.StageFacts.passes`. A
+            rank has one model then, which is that of all its stages.
     """
 
     body: str
@@ -74,6 +76,7 @@ class Cut:
     after: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     streams: tuple[int, ...] = ()
+    passes: int = 1
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ __all__ = [
     "crossing_shape",
     "elsewhere",
     "first_trained",
+    "parts_of_rank",
+    "passes_of",
     "pipeline_counts",
     "pipeline_messages",
     "resolve_stages",
@@ -50,6 +52,7 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
         facts.after,
         facts.idle,
         facts.streams,
+        facts.passes,
     )
 
 
@@ -62,9 +65,6 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
                 problems.add("pp.option", f"{name}={chosen}: needs pp > 1; the legal value is {legal or 'none'}")
         return Found(none, problems)
-    if draft.spec.twins:
-        problems.add("pp.twice", f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
-        return Found(none, problems)
     facts = draft.model.traces.stages(draft.layers)
     if facts is None:
         problems.add("pp.unknown", f"pp={pp}: where {draft.spec.family} can be cut is unknown (traces of its ParallelSpec)")
@@ -73,6 +73,8 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
         around = (f"pp={pp}: {draft.spec.family}: ", "; the legal value of pp is 1")
         problems.extend(coded(problem, "pp.cut").within(*around) for problem in facts.problems)
         return Found(none, problems)
+    if facts.passes > 1:
+        return _several_passes(draft, facts)
     schedule = options.pipeline_schedule
     each = options.stages_per_rank or (1 if schedule.single else 2)
     count, layers = pp * each, [layer.name for layer in facts.layers]
@@ -121,6 +123,55 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
             places = [last[nearest(parameter.name, last)]]
         holding[parameter.name] = tuple(places)
     return Found(Stages(rows, cut, holding), problems)
+
+
+def _several_passes(draft: Draft, facts: StageFacts) -> Found[Stages]:
+    """Choose the stages of stacks that share their layers: a rank has one stage in each pass, with the same parameters."""
+    options, pp, passes, problems = draft.options, draft.layout.size("pp"), facts.passes, Problems()
+    layers = [layer.name for layer in facts.layers]
+    numbers = len(layers) // 2
+    if options.pipeline_schedule is not PipelineSchedule.INTERLEAVED:
+        problems.add(
+            "pp.twice",
+            f"pipeline_schedule={options.pipeline_schedule}: the stacks of {draft.spec.family} run {passes} times in all, so each "
+            f"rank has {passes} stages; legal is {PipelineSchedule.INTERLEAVED}",
+        )
+    if options.stages_per_rank not in (None, passes):
+        problems.add(
+            "pp.stages_per_rank",
+            f"stages_per_rank={options.stages_per_rank}: each rank has a stage in each of {passes} passes; legal is {passes}",
+        )
+    if options.pipeline_cuts:
+        problems.add("pp.cuts", f"pipeline_cuts={list(options.pipeline_cuts)}: stacks that share layers are cut evenly; legal is none")
+    for axis in ("cp", "tp", "ep"):
+        if draft.layout.size(axis) > 1:
+            problems.add(
+                "pp.twice",
+                f"pp={pp}, {axis}={draft.layout.size(axis)}: stages of stacks that run several times were compared with no such "
+                "axis; the legal value of one of them is 1",
+            )
+    if pp > numbers:
+        problems.add("pp.layers", f"pp={pp}: {number_of(numbers, 'layer')} make at most {number_of(numbers, 'stage')}")
+    if not problems:
+        problems.extend(_schedule_problems(options, pp, passes))
+    if draft.problems or problems:
+        return Found(Stages(), problems)
+    costs, sizes = _costs(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
+    legal = tuple(index for index in range(1, len(layers)) if index not in facts.uncut)
+    begins = (0, *_least(tuple(costs), tuple(sizes), pp, legal))
+    ends, total = (*begins[1:], len(layers)), sum(costs) * passes
+    rows = [
+        StageRow(number * pp + rank, rank, tuple(layers[begin + min(number, 1) : end : 2]), sum(costs[begin:end]) / total)
+        for number in range(passes)
+        for rank, (begin, end) in enumerate(zip(begins, ends, strict=True))
+    ]
+    place = {layer: row.rank for row in rows for layer in row.layers}
+    holding = {}
+    for parameter in draft.parameters:
+        sides = facts.used.get(parameter.name)
+        places = [place[nearest(parameter.name, place)]] if sides is None else [0 if side == "first" else len(rows) - 1 for side in sides]
+        holding[parameter.name] = tuple(places)
+    return Found(Stages(tuple(rows), cut_of(facts, 0, len(layers)), holding), problems)
 
 
 def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
@@ -281,6 +332,17 @@ def pipeline_messages(plan: ShardingPlan, rank: int) -> tuple[int, int | None]:
 def pipeline_counts(plan: ShardingPlan, rank: int) -> Counter[str]:
     """Return the messages and collectives over `pp` of one optimizer step on a rank of `pp`, by kind."""
     return Counter({"send": pipeline_messages(plan, rank)[0], "all_reduce": 1} if plan.stages else {})
+
+
+def passes_of(plan: ShardingPlan) -> int:
+    """Return how often a microbatch goes through all ranks of `pp`."""
+    return next((action.passes for action in plan.program if isinstance(action, Cut)), 1)
+
+
+def parts_of_rank(plan: ShardingPlan, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of a rank, those together that one model runs."""
+    own = stages_of_rank(plan, rank)
+    return (own,) if passes_of(plan) > 1 else tuple((stage,) for stage in own)
 
 
 def stages_of_rank(plan: ShardingPlan, rank: int) -> tuple[int, ...]:

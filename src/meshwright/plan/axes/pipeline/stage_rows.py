@@ -80,9 +80,9 @@ def _with_program(plan: ShardingPlan, part: ShardingPlan, stages: Collection[int
 
     def of(action: Action) -> Iterable[Action]:
         if isinstance(action, Cut):
-            if len(stages) == 1:
-                own = plan.stages[next(iter(stages))].layers
-                begin = [name for name, *_ in cut.order].index(own[0])
+            if len(stages) == 1 or cut.passes > 1:
+                own = {layer for stage in stages for layer in plan.stages[stage].layers}
+                begin = min(index for index, (name, *_) in enumerate(cut.order) if name in own)
                 yield replace(cut, begin=begin, end=begin + len(own))
         elif isinstance(action, Slice | Pack):
             if set(action.names) & names:
