@@ -222,7 +222,7 @@ class Objective(ABC):
     def attach(self, model: nn.Module) -> None:  # noqa: B027 - optional
         """Prepare a parallelized model for :meth:`sums`."""
 
-    def arguments(self, batch: Batch) -> dict[str, Any]:
+    def stage_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return what the stages of a pipeline are called with, but the last one, which :meth:`sums` calls."""
         return forward_arguments(batch)
 

@@ -201,7 +201,8 @@ def runner_of_plan(
     assert isinstance(model, StageParts)
     stages = ScheduledStages(model, run.plan, run.mesh, run.device, progress)
     for passes in filter(None, map(passes_of_model, models_of(model))):
-        passes.columns = (objective.canvas_sizes or (0,))[0]
+        columns, multiple = (objective.canvas_sizes or (0,))[0], run.plan.sequence_multiple
+        passes.columns = -(-columns // multiple) * multiple
     if prepares:
         stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
     pipelined = Pipelined(stages, objective, balance)

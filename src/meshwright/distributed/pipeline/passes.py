@@ -1,8 +1,8 @@
 """Stages of a model whose stacks run several times: a microbatch goes through all ranks once for each pass.
 
-A rank has one model, which is that of all its stages: pass ``k`` on rank ``r`` of ``p`` is stage ``k p + r`` of the schedule. What
-a family computes in a pass, and what it sends, is :class:`Passes`. What a pass leaves on a rank for a later one (keys and values)
-does not travel, and neither does its gradient: :class:`Kept`.
+A rank has one model, which is that of all its stages: pass ``k`` on rank ``r`` of ``p`` is stage ``k p + r`` of the schedule.
+What a family computes in a pass, and what it sends, is :class:`Passes`. What a pass leaves on a rank for a later one (keys and
+values) does not travel, and neither does its gradient: :class:`Kept`.
 """
 
 from abc import ABC, abstractmethod
@@ -64,13 +64,12 @@ class Passes(ABC):
     columns: int = 0
 
     @abstractmethod
-    def shapes(self, rows: int, length: int, features: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def shapes(self, hidden: tuple[int, ...], ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return for each pass the shape of what crosses a cut, and of what its last stage sends to the first of the next pass.
 
         Args:
-            rows: number of sequences in a microbatch.
-            length: positions of a sequence.
-            features: size of the last dimension of a hidden state.
+            hidden: shape of a hidden state of this rank's part of the sequences of a microbatch.
+            ranks: number of ranks that share each sequence.
         """
 
     @abstractmethod

@@ -29,8 +29,8 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.pipeline.cut import crossing_of
 from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.parameter_copies import local_shard, parameter_copies
-from meshwright.distributed.pipeline.passes import Passes, passes_of_model
-from meshwright.distributed.pipeline.stage import scale_gradients, stage_backward
+from meshwright.distributed.pipeline.passes import passes_of_model
+from meshwright.distributed.pipeline.stage import NoGradient, check_sent, scale_gradients, stage_backward
 from meshwright.distributed.pipeline.stage_parts import StageParts
 from meshwright.distributed.update.grad_clip import clip_grad_norm_
 from meshwright.errors import PlanError, UnsupportedError
@@ -46,20 +46,6 @@ from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["ScheduledStages"]
-
-
-class _NoGradient(torch.autograd.Function):
-    """Returns the first tensor. The gradient of the second one is zero, and costs nothing."""
-
-    @staticmethod
-    def forward(context: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        context.zeros = received.detach().new_zeros(()).expand(received.shape)
-        context.mark_dirty(output)  # a view could not be detached in place, as torch does after a half of backward
-        return output
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient, context.zeros.contiguous()
 
 
 class _Runner(nn.Module):
@@ -85,14 +71,16 @@ class _Runner(nn.Module):
             return self._forward(*received, work=work)
         output = self._forward(*(tensor.detach() for tensor in received), work=work)
         if received:  # torch sends a gradient over each cut
-            output = _NoGradient.apply(output, *received)
+            output = NoGradient.apply(output, *received)
         return output if output.requires_grad else output.requires_grad_()
 
     def _forward(self, *received: torch.Tensor, work: Work) -> torch.Tensor:
         crossing = crossing_of(self.part)
         if (passes := passes_of_model(self.part)) is not None and not self.last:
-            sent = _torch_compat.detachable(passes.run(self.number, received[0] if received else None, work.arguments, work.state))
-            _check_sent(sent, self.hidden.shape, self.hidden.dtype, self.name)
+            sent = _torch_compat.detachable(
+                passes.run(self.number, received[0] if received else None, work.arguments, work.state)
+            )
+            check_sent(sent, self.hidden.shape, self.hidden.dtype, self.name)
             return sent
         crossing.received = received[0] if received else None
         try:
@@ -104,16 +92,8 @@ class _Runner(nn.Module):
         finally:
             crossing.received = None
         sent = _torch_compat.detachable(sent)
-        _check_sent(sent, self.hidden.shape, self.hidden.dtype, self.name)
+        check_sent(sent, self.hidden.shape, self.hidden.dtype, self.name)
         return sent
-
-
-def _check_sent(sent: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
-    """Refuse to send what the receiving rank does not expect: it would end without a word."""
-    if tuple(sent.shape) != tuple(shape) or sent.dtype != dtype:
-        raise UnsupportedError(
-            "pp.stage_call", f"{name}: sends {sent.dtype} {tuple(sent.shape)}, and the plan has {dtype} {tuple(shape)}"
-        )
 
 
 class _Stage(PipelineStage):
@@ -216,7 +196,7 @@ class ScheduledStages:
         ranks = self.count // self.passes
         return [
             shape
-            for inner, handed in passes.shapes(rows, length, hidden[-1])
+            for inner, handed in passes.shapes(hidden, self.plan.layout.size("cp"))
             for shape in (*[inner] * (ranks - 1), handed)
         ]
 
@@ -357,7 +337,7 @@ class ScheduledStages:
                         else:
                             number = stage * self.passes // self.count
                             kept = passes.run(number, crossing.received, item.arguments, item.state).contiguous()
-                        _check_sent(kept, shapes[stage], self.dtype, f"stage {stage}")
+                        check_sent(kept, shapes[stage], self.dtype, f"stage {stage}")
                         target = self.plan.stages[stage + 1].rank
                         if target != self.rank:
                             sends.append((dist.isend(kept, group=self.group, group_dst=target), kept))

@@ -25,7 +25,7 @@ class StageParts(nn.Module):
 
     def __init__(self, parts: Mapping[int, nn.Module], copied: Collection[str] = ()) -> None:
         super().__init__()
-        first = {id(part): str(index) for index, part in reversed(parts.items())}
+        first = {id(parts[index]): str(index) for index in sorted(parts, reverse=True)}
         self.parts = nn.ModuleDict({first[id(part)]: part for part in parts.values()})
         self._place = {index: first[id(part)] for index, part in parts.items()}
         self._copied = tuple(copied)
@@ -95,7 +95,7 @@ def make_parts(
     """
     stages = stages_of_rank(plan, mesh.rank("pp"))
     copied = [row.name for row in plan.parameters if row.copies and {*row.stages} <= {*stages}]
-    parts = {}
+    parts: dict[int, nn.Module] = {}
     for own in parts_of_rank(plan, mesh.rank("pp")):
         parts |= dict.fromkeys(own, carry_out(make(), on_stages(plan, own), mesh))
     return StageParts(parts, copied)

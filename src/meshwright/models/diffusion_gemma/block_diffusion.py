@@ -105,7 +105,7 @@ class BlockDiffusion(Objective):
         """Give the model its training forward."""
         enable(model)
 
-    def arguments(self, batch: Batch) -> dict[str, Any]:
+    def stage_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return what the stages of a pipeline are called with."""
         return {"denoise": batch}
 

@@ -122,7 +122,7 @@ class _Forward:
         if denoise is None:
             return _anchored(self._own(args, kwargs))
         if stage is not None:  # a pass of a stage of a pipeline, inside of the hooks of the root
-            return stage(padded(flat(denoise), self.multiple))
+            return stage(_of_rank(self.model, padded(flat(denoise), self.multiple)))
         if kwargs.get("encoder_loss") is not None and rounds_losses(self.output_dtype):
             raise PlanError(
                 "diffusion.output_dtype",
@@ -132,7 +132,7 @@ class _Forward:
         batch = padded(flat(denoise), self.multiple)
         if (finish := self.last_pass) is not None:
             self.last_pass = None
-            return finish(batch, **kwargs)
+            return finish(_of_rank(self.model, batch), **kwargs)
         return _denoised(self.model, self.inner, batch, *args, **kwargs)
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,9 +228,13 @@ def encode(model: "PreTrainedModel", batch: dict[str, torch.Tensor]) -> tuple[An
 
 
 def _denoised(model: "PreTrainedModel", forward: Any, batch: dict[str, torch.Tensor], **more: Any) -> Denoised:
-    if attention_of(model) == FUNCTION:
-        batch = own_columns(model, batch)
+    batch = _of_rank(model, batch)
     return three_passes(model, forward, batch, partial(_masks, model, batch), **more)
+
+
+def _of_rank(model: "PreTrainedModel", batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch with the columns that this rank has."""
+    return own_columns(model, batch) if attention_of(model) == FUNCTION else batch
 
 
 @cache

@@ -18,8 +18,8 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.pipeline.cut import cut_of_model
 from meshwright.distributed.pipeline.passes import set_passes
 from meshwright.models.diffusion_gemma.model import enable
-from meshwright.models.diffusion_gemma.stage_passes import StagePasses
 from meshwright.models.diffusion_gemma.stack_traces import StackTraces
+from meshwright.models.diffusion_gemma.stage_passes import StagePasses
 from meshwright.models.specs.decoder import global_heads
 from meshwright.models.specs.derived import DefaultParallelizationStrategy, derived_spec, is_transformers
 from meshwright.models.specs.plain_module import inferred_spec

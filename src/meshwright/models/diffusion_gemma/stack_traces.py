@@ -7,6 +7,7 @@ they are.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ class StackTraces(ModelTraces):
 
     def stages(self, layers: Sequence[str]) -> StageFacts:
         """See :func:`~meshwright.models.diffusion_gemma.stack_stages.trace_both_stacks`."""
-        return self._once("stages", layers, trace_both_stacks)
+        return replace(self._once("stages", layers, trace_both_stacks), canvas=self.canvas)
 
     def regions(self, layers: Sequence[str]) -> RegionFacts:
         """See :func:`~meshwright.models.reading.tensor.regions.trace_regions`, which follows a training forward."""

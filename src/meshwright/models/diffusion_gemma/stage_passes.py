@@ -53,12 +53,12 @@ class StagePasses(Passes):
         if self.first:
             model.model.decoder.self_conditioning.register_forward_pre_hook(self._condition)
 
-    def shapes(self, rows: int, length: int, features: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def shapes(self, hidden: tuple[int, ...], ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """See :class:`~meshwright.distributed.pipeline.passes.Passes`."""
         if not self.columns:
             raise PlanError("pp.stage_call", "the stages do not know how many columns a canvas has; prepare them first")
-        canvas = (rows, self.columns, features)
-        return [((rows, length, features), (1,)), (canvas, canvas), (canvas, ())]
+        canvas = (hidden[0], self.columns // ranks, hidden[-1])
+        return [(hidden, (1,)), (canvas, canvas), (canvas, ())]
 
     def run(
         self, number: int, received: torch.Tensor | None, arguments: Mapping[str, Any], state: dict[str, Any]

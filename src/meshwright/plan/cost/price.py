@@ -7,8 +7,8 @@ from typing import Any
 
 from meshwright.plan.axes.data.prefetch import gathered_peak
 from meshwright.plan.axes.data.unit_traffic import UnitTraffic, gradient_peak, unit_bytes, unit_traffic, use_traffic
-from meshwright.plan.axes.pipeline.replay import receive_buffers
-from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, parts_of_rank, stages_of_rank
+from meshwright.plan.axes.pipeline.replay import receive_buffer_bytes
+from meshwright.plan.axes.pipeline.stage_plan import parts_of_rank, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.states import state_bytes
@@ -98,7 +98,7 @@ def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
         largest_unit_bytes=largest,
         gathered_peak_bytes=sum(gathered_peak(stage, sizes) for stage, sizes in zip(stages, gathered, strict=True)),
         unsharded_gradient_peak_bytes=sum(gradient_peak(stage, stage.parameters) for stage in stages),
-        receive_buffer_bytes=receive_buffers(plan, rank) * crossing_bytes(plan) if plan.stages else 0,
+        receive_buffer_bytes=receive_buffer_bytes(plan, rank) if plan.stages else 0,
         traffic=UnitTraffic(
             *(_total([*traffic, *map(use_traffic, stages)], name) for name in UnitTraffic.__dataclass_fields__)
         ),

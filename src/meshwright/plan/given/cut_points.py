@@ -56,9 +56,10 @@ class StageFacts:
         after: modules without parameters that run after the last layer alone.
         idle: the outermost modules with parameters that do not run, such as an image tower in training on text, and other
             parameters that nobody uses.
-        passes: how often a microbatch goes through all stages. Above 1, layers are those of several stacks in turn: all layers of
+        passes: how often a microbatch goes through all stages. Above 1, layers are those of two stacks in turn: both layers of
             one number, then those of the next. They share their parameters, so they are cut together. The first pass runs those
-            of the first stack, each other pass those of the second.
+            of the first stack, each other pass those of the second, and the last alone has a gradient among these.
+        canvas: number of columns that the second stack gets, and of tokens of a sequence; ``None``: unknown, or as many.
     """
 
     layers: tuple[LayerFacts, ...] = ()
@@ -73,3 +74,4 @@ class StageFacts:
     streams: tuple[int, ...] = ()
     uncut: Mapping[int, str] = field(default_factory=dict)
     passes: int = 1
+    canvas: tuple[int, int] | None = None

@@ -61,8 +61,9 @@ class Cut:
         after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
         idle: modules that do not run, such as an image tower, and parameters that nobody uses. The first stage has them.
         streams: sizes of what the hidden state has between positions and features, such as the number of residual streams.
-        passes: how often a microbatch goes through all ranks, see :attr:`~meshwright.plan.given.cut_points.StageFacts.passes`. A
-            rank has one model then, which is that of all its stages.
+        passes: how often a microbatch goes through all ranks; above 1, a rank has one model, which is that of all its stages
+            (:attr:`~meshwright.plan.given.cut_points.StageFacts.passes`).
+        canvas: see :attr:`~meshwright.plan.given.cut_points.StageFacts.canvas`.
     """
 
     body: str
@@ -77,6 +78,7 @@ class Cut:
     idle: tuple[str, ...] = ()
     streams: tuple[int, ...] = ()
     passes: int = 1
+    canvas: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

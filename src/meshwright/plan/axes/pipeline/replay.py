@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from meshwright.errors import UnsupportedError
-from meshwright.plan.axes.pipeline.stage_plan import first_trained
+from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, first_trained, passes_of
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -28,6 +28,7 @@ __all__ = [
     "Span",
     "awaited",
     "order_of",
+    "receive_buffer_bytes",
     "receive_buffers",
     "replay",
     "replay_of_plan",
@@ -250,11 +251,14 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0
     recomputed = again / max(1, len(plan.layers))
     parts = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2 + recomputed, Phase.INPUT: 1.0, Phase.WEIGHT: 1.0}
     costs = [1 / stages if even else row.cost for row in plan.stages]
-    first = first_trained(plan)
+    first, without = (
+        first_trained(plan),
+        (passes_of(plan) - 1) * pp,
+    )  # stages up to there have no gradient, but for the first pass
 
     def cost(turn: ScheduledOp) -> float:
         part = parts[turn.phase]
-        if turn.phase is not Phase.FORWARD and turn.stage < first:
+        if turn.phase is not Phase.FORWARD and (turn.stage < first or pp <= turn.stage < without):
             part = 0.0
         elif turn.stage == first and turn.phase in (Phase.INPUT, Phase.WEIGHT):
             part = 0.0 if turn.phase is Phase.INPUT else parts[Phase.BACKWARD]
@@ -269,6 +273,16 @@ def receive_buffers(plan: ShardingPlan, rank: int) -> int:
 
     A stage has one for each microbatch of a run from the stage before, and one for each gradient from the stage after.
     """
-    last = len(plan.stages) - 1
-    sides = sum((row.index > 0) + (row.index < last) for row in plan.stages if row.rank == rank)
-    return sides * (plan.options.microbatches // plan.options.runs_per_step)
+    return len(_sides(plan, rank)) * (plan.options.microbatches // plan.options.runs_per_step)
+
+
+def receive_buffer_bytes(plan: ShardingPlan, rank: int) -> int:
+    """Return their bytes."""
+    each = sum(crossing_bytes(plan, stage) for stage in _sides(plan, rank))
+    return each * (plan.options.microbatches // plan.options.runs_per_step)
+
+
+def _sides(plan: ShardingPlan, rank: int) -> list[int]:
+    """Return the stages that send what a rank receives, and those that it sends what it receives a gradient of."""
+    last, own = len(plan.stages) - 1, [row.index for row in plan.stages if row.rank == rank]
+    return [*(stage - 1 for stage in own if stage > 0), *(stage for stage in own if stage < last)]
