@@ -67,7 +67,10 @@ def trace_regions(
                 cut, why = traced(model, experts, partial(make, joins=joins, cut=True))
                 problem = "" if cut is not None else Refusal("sp.stream", f"a slice cannot leave a stage ({why})")
                 if len(facts.stretches) > 1:
-                    problem = Refusal("sp.stacks", "it has several stacks of layers, which nobody compared in stages")
+                    problem = Refusal(
+                        "sp.stacks",
+                        "it has several stacks of layers, and what is a slice between stages is not traced for each",
+                    )
                 facts = replace(facts, problem_in_stages=problem)
                 if not facts.spans or is_apart(facts, pairs().found):
                     return facts

@@ -75,6 +75,9 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
         return Found(none, problems)
     if facts.passes > 1:
         return _several_passes(draft, facts)
+    if draft.spec.twins:
+        problems.add("pp.twice", f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
+        return Found(none, problems)
     schedule = options.pipeline_schedule
     each = options.stages_per_rank or (1 if schedule.single else 2)
     count, layers = pp * each, [layer.name for layer in facts.layers]
