@@ -15,6 +15,7 @@ from meshwright.plan.given.closed_choices import ContextBalance
 from meshwright.plan.result.context.cache_action import GiveCache
 from meshwright.plan.result.context.count_action import CountPositions
 from meshwright.plan.result.context.heads_action import ShareHeads
+from meshwright.plan.result.cut_action import Cut
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, TensorParallelRow, UnitRow
 
 __all__ = [
@@ -40,45 +41,6 @@ __all__ = [
     "Slice",
     "Wrap",
 ]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Make a pipeline stage of the model: replace the layers of other stages by modules that pass the hidden state on.
-
-    Attributes:
-        body: the module that runs all layers; stages but the last call only it.
-        order: the layers of the whole model, in the order in which they run: the name of each, position and name of the hidden
-            state among its arguments, and the number of items that it returns (0: the hidden state itself).
-        begin: index of the first layer of the stage.
-        end: index after its last layer.
-        leading: each module that runs before the first layer: its name, the features of its output, and whether it looks rows
-            up. Later stages get zeros instead.
-        held: parameters that modules before the first layer and after the last one share, by their first names. Both ends have
-            them under these names, whatever stands for the module there.
-        trailing: modules that run after the last layer. Earlier stages pass their input on.
-        features: size of the last dimension of the hidden state.
-        after: modules without parameters that run after the last layer alone. Earlier stages do not use what they return.
-        idle: modules that do not run, such as an image tower, and parameters that nobody uses. The first stage has them.
-        streams: sizes of what the hidden state has between positions and features, such as the number of residual streams.
-        passes: how often a microbatch goes through all ranks; above 1, a rank has one model, which is that of all its stages
-            (:attr:`~meshwright.plan.given.cut_points.StageFacts.passes`).
-        canvas: see :attr:`~meshwright.plan.given.cut_points.StageFacts.canvas`.
-    """
-
-    body: str
-    order: tuple[tuple[str, int, str, int], ...]
-    begin: int
-    end: int
-    leading: tuple[tuple[str, int, bool], ...] = ()
-    held: tuple[str, ...] = ()
-    trailing: tuple[str, ...] = ()
-    features: int = 0
-    after: tuple[str, ...] = ()
-    idle: tuple[str, ...] = ()
-    streams: tuple[int, ...] = ()
-    passes: int = 1
-    canvas: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
