@@ -239,13 +239,19 @@ def family_case(
     tiny = TINY_MODELS[family]
     config = {**tiny.config, **(model or {})}
     microbatches, pp = variant.microbatches, place.sizes.get("pp", 1)
-    if pp > 1 and "text_config" not in config and "pipeline" not in parallel:
+    readers = place.sizes.get("dp_replicate", 1) * place.sizes["dp_shard"]
+    if pp > 1 and tiny.twins:  # a stage in each pass, with one schedule; collectives of several backwards are not planned
+        parallel = {"pipeline": {"schedule": PipelineSchedule.INTERLEAVED}, **parallel}
+        microbatches = PipelineSchedule.INTERLEAVED.least(pp, microbatches)
+        config = {**config, "text_config": deepened({"num_hidden_layers": 2, **config["text_config"]}, pp)}
+        if readers * place.sizes.get("cp", 1) > 1:
+            parallel = {"sync": SyncPolicy.DEFER, **parallel}
+    elif pp > 1 and "text_config" not in config and "pipeline" not in parallel:
         parallel["pipeline"], microbatches = pipeline_options(family, variant, pp)
         config = deepened(config, pp * (1 if parallel["pipeline"]["schedule"].single else 2))
         if parallel["pipeline"]["schedule"].splits:  # the loss is not in chunks
             parallel.setdefault("loss_chunks", 0)
     vocabulary = int(config.get("text_config", config)["vocab_size"])
-    readers = place.sizes.get("dp_replicate", 1) * place.sizes["dp_shard"]
     run = RunConfig.model_validate(
         {
             "output": str(folder),

@@ -57,7 +57,7 @@ CODES: dict[str, tuple[str, str]] = {
     "pp.ends": ("A module runs at both ends of the model, or returns no tensor.", "pp=1."),
     "pp.hidden_state": ("A layer does not take the output of the one before.", "pp=1."),
     "pp.reads_more": ("A layer reads more than its hidden state.", "pp=1."),
-    "pp.twice": ("A layer, or a stack of layers, runs twice in a forward.", "pp=1."),
+    "pp.twice": ("A layer, or a stack of layers, runs twice in a forward.", "What the message names, or pp=1."),
     "pp.cuts": ("pipeline.cuts are not ascending numbers of layers.", "One fewer than stages, from 1 to the layers less 1."),
     "pp.stages_per_rank": ("The schedule has another number of stages on a rank.", "The number in the message."),
     "pp.microbatches": ("The schedule cannot run so many microbatches.", "The numbers in the message."),

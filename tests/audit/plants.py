@@ -355,10 +355,10 @@ def gathers_again_in_step_2(trainer: RankTrainer) -> None:
     trainer.sync.begin_microbatch = begin  # type: ignore[method-assign]
 
 
-def replanned(trainer: RankTrainer, style: str, **changes: Any) -> None:
-    """Modules of a style do something else than their actions say."""
+def replanned(trainer: RankTrainer, style: str, of: Callable[[str], bool] = bool, **changes: Any) -> None:
+    """Modules of a style do something else than their actions say: all, or those whose names are asked for."""
     plan = trainer.setup.plan
-    modules = {row.module for row in plan.tensor_parallel if row.style == style}
+    modules = {row.module for row in plan.tensor_parallel if row.style == style and of(row.module)}
     for action in plan.program:
         if isinstance(action, Compute) and action.module in modules:
             del trainer.model.get_submodule(action.module).forward  # the class's own comes back

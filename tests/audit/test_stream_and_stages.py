@@ -58,6 +58,7 @@ CELLS = [
             ("nanochat", "cp 2 x tp 2 seq", "pack"),
             ("bert", "pp 2 x tp 2 seq", "pad"),
             ("opt", "tp 4 seq", "pad"),
+            ("hrm_text", "tp 2 seq", "pack"),  # two stacks of layers that run in cycles
             ("bert", "pp 4", "pad"),
             ("camembert", "pp 2 x tp 2", "pad"),  # the head is the first of the names
             ("big_bird", "pp 2", "pad"),  # a pooled head beside the one that is trained

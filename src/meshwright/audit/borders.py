@@ -33,8 +33,8 @@ __all__ = [
     "border_error",
     "compare_borders",
     "first_recorders",
-    "lengths_at_borders",
     "part_of",
+    "tokens_of",
     "worst_of_ranks",
 ]
 
@@ -206,7 +206,7 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 def compare_borders(
     recorded: Mapping[Point, torch.Tensor],
     truth_of: Callable[[Point], torch.Tensor | None],
-    hold: Callable[[Point, int], Iterable[Portion | None]],
+    hold: Callable[[Point, torch.Size], Portion | None],
     tolerance: float,
     share: float,
     rank: int = 0,
@@ -216,8 +216,7 @@ def compare_borders(
     Args:
         recorded: what the rank recorded.
         truth_of: returns what one process recorded at a point.
-        hold: returns which part of the tensor at a point the rank has, given the size of its last dimension: for a sequence,
-            and for any other length that tensors may have. The first that fits the shapes is taken.
+        hold: returns which part of the tensor at a point the rank has, given the shape that one process has there.
         tolerance: largest error that passes.
         share: smallest scale, as a share of the largest entry of all values (of all gradients, if the tensor is one). Some
             tensors are zero except for rounding.
@@ -229,8 +228,8 @@ def compare_borders(
         truth = truth_of(point)
         if truth is None:
             continue
-        parts = (part_of(truth, actual, held) for held in hold(point, truth.shape[-1] if truth.ndim else 0) if held is not None)
-        if (pair := next((one for one in parts if one is not None), None)) is None or not pair[0].numel():
+        held = hold(point, truth.shape)
+        if held is None or (pair := part_of(truth, actual, held)) is None or not pair[0].numel():
             continue
         pairs[point] = pair
         size = float(pair[0].abs().max()) if pair[0].is_floating_point() else 0.0
@@ -242,17 +241,19 @@ def compare_borders(
     ]
 
 
-def lengths_at_borders(batch: Mapping[str, torch.Tensor], plan: ShardingPlan) -> list[int]:
-    """Return how many tokens tensors have at borders, over all ranks of `cp`: those of sequences, and those of canvases.
+def tokens_of(shape: torch.Size, batch: Mapping[str, torch.Tensor], plan: ShardingPlan) -> int:
+    """Return how many tokens a tensor has at a border, over all ranks of `cp`: those of a sequence, or those of a canvas.
 
     Args:
+        shape: what one process has there, [rows, tokens, ...] or [rows * tokens, ...].
         batch: what a rank was fed.
         plan: the plan.
     """
-    lengths = [batch["input_ids"].shape[1] * plan.layout.size("cp")]
     if (canvas := batch.get(f"{CANVAS}ids")) is not None:
-        lengths.append(-(-canvas.flatten(1).shape[1] // plan.sequence_multiple) * plan.sequence_multiple)
-    return lengths
+        rows, columns = canvas.flatten(1).shape
+        if shape[:2] == (rows, columns) or shape[:1] == (rows * columns,):
+            return -(-columns // plan.sequence_multiple) * plan.sequence_multiple
+    return batch["input_ids"].shape[1] * plan.layout.size("cp")
 
 
 def worst_of_ranks(rows: Iterable[BorderRow]) -> tuple[BorderRow, ...]:

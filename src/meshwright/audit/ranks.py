@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.audit.again import difference, evaluate, go_on, save_here
-from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, compare_borders, first_recorders, lengths_at_borders
+from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, compare_borders, first_recorders, tokens_of
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, digest, modules_in_evaluation, states_by_kind
 from meshwright.audit.causes.callback_notes import notes_of
 from meshwright.audit.compare import Row, compare, weights_of_parts
@@ -161,12 +161,13 @@ class RankTrainer(AuditTrainer):
 
     def _compare_borders(self, batch: Batch) -> None:
         plan, place = self.setup.plan, self.setup.layout.coordinates(self.rank)
-        rows, lengths = len(batch["input_ids"]), lengths_at_borders(batch, plan)
-        first = first_microbatch(plan, place)
+        rows, first = len(batch["input_ids"]), first_microbatch(plan, place)
         self.result.borders = compare_borders(
             {point: tensor for recorder in self.at_borders for point, tensor in recorder.tensors[0].items()},
             lambda point: self.reference.get(f"border.{first}.{point}"),
-            lambda at, features: (portion_of_rank(plan, at.module, at.side, place, rows, one, features) for one in lengths),
+            lambda at, shape: portion_of_rank(
+                plan, at.module, at.side, place, rows, tokens_of(shape, batch, plan), shape[-1] if shape else 0
+            ),
             self.tolerances.border(),
             FLOORS[self.case.dtype],
             self.rank,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import Problems
-from meshwright.models.token_loss import IGNORE, count_tokens, forward_loss
+from meshwright.models.token_loss import IGNORE, count_tokens, forward_arguments, forward_loss
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
 
 if TYPE_CHECKING:
@@ -221,6 +221,10 @@ class Objective(ABC):
 
     def attach(self, model: nn.Module) -> None:  # noqa: B027 - optional
         """Prepare a parallelized model for :meth:`sums`."""
+
+    def stage_arguments(self, batch: Batch) -> dict[str, Any]:
+        """Return what the stages of a pipeline are called with, but the last one, which :meth:`sums` calls."""
+        return forward_arguments(batch)
 
     def training(self, batches: list[Batch], numbers: Sequence[Sequence[int]]) -> list[Batch]:
         """Prepare the microbatches of a step, on the host.

@@ -16,6 +16,7 @@ from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.stage_parts import make_parts
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.specs.registry import get_parallelization_strategy
+from meshwright.plan.axes.pipeline.stage_plan import passes_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["Pipeline"]
@@ -50,6 +51,12 @@ class Pipeline:
     def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh, device: torch.device | None = None) -> None:
         if not plan.stages:
             raise PlanError("pp.stages", "Pipeline: the plan has no stages; resolve it for a layout with pp > 1")
+        if passes_of(plan) > 1:
+            raise PlanError(
+                "pp.twice",
+                f"Pipeline: a batch goes through the stages of {plan.family} {passes_of(plan)} times, for its objective; only "
+                "the trainer does that (meshwright.train)",
+            )
         if plan.loss is not None:
             raise PlanError(
                 "loss.chunks", f"loss_chunks={plan.loss.chunks}: Pipeline.step takes a loss of all logits; the legal value is 0"

@@ -125,8 +125,11 @@ def _get_parallel_plan(
             f"tp: there are no styles; derived: {generalize(counting[0])!r} counts what is sliced, which styles do not change; "
             "legal are fsdp2_strategy_parallelize without a plan, and tp_shard_plan",
         )
-    if sequence_parallel and (spec.structure is None or spec.structure.no_sequence_parallel or not spec.structure.regions):
-        why = (spec.structure and spec.structure.no_sequence_parallel) or "the inside of its layers is unknown"
+    known = spec.structure
+    if sequence_parallel and (known is None or known.no_sequence_parallel or not known.regions or known.stream_traced):
+        why = (known and known.no_sequence_parallel) or "the inside of its layers is unknown"
+        if known and known.stream_traced and not known.no_sequence_parallel:
+            why = "experts take slices of its residual stream, which no style of torch gathers"
         problems.append(
             coded(why, "strategy.sequence_parallel").within("sequence_parallel=True: ", "; the legal value is False")
         )

@@ -62,6 +62,7 @@ class TensorParallel:
         rows: row of each module that computes with slices or has a move.
         styles: style of each parameter that has one, by its first name.
         pairs: what can be sliced together, as a trace found it.
+        on_slices: names of the mixtures that take tokens of slices of the sequence.
     """
 
     level: str = ""
@@ -69,6 +70,7 @@ class TensorParallel:
     rows: tuple[TensorParallelRow, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
     pairs: Pairs = field(default_factory=Pairs)
+    on_slices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from meshwright.models.objective import Objective
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import materialize
 from meshwright.models.weights.initial_values import derive_seed
-from meshwright.plan.axes.pipeline.stage_plan import elsewhere, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import elsewhere, parts_of_rank, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.given.names import nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -91,9 +91,9 @@ def carry_out(run: RankSetup) -> nn.Module:
 
 def fill(run: RankSetup, model: nn.Module, device: torch.device) -> None:
     """Give parameters and buffers their first values, on the device that holds the shards."""
-    config, stages = run.config, stages_of_rank(run.plan, run.mesh.rank("pp"))
-    for part, stage in zip(models_of(model), stages, strict=True):
-        others = elsewhere(run.plan, [stage])
+    config, parts = run.config, parts_of_rank(run.plan, run.mesh.rank("pp"))
+    for part, stages in zip(models_of(model), parts, strict=True):
+        others = elsewhere(run.plan, stages)
         layers = tuple(name for name in run.plan.layers if not nearest(name, others))  # those of idle modules are not here
         with without_added(part):
             materialize(part, config.model, device, config.training.seed, layers, others, config.adapter)
@@ -122,6 +122,7 @@ def balance_of_plan(run: RankSetup, model: nn.Module) -> Balance:
         bias_update_rate=moe.bias_update_rate or 0.0,
         load_metrics=moe.load_metrics,
         group=mesh["cp"].get_group() if plan.layout.size("cp") > 1 else None,
+        slices=mesh["tp"].get_group() if any(row.slice_axis for row in plan.experts) else None,
         own=[row.module for row in own],
     )
 
@@ -193,11 +194,15 @@ def runner_of_plan(
         sequential = Sequential(model, objective, sync, balance, progress)
         sequential.plan, sequential.mesh, sequential.replay = run.plan, run.mesh, replay_of_plan(run, model)
         return sequential
+    from meshwright.distributed.pipeline.passes import passes_of_model
     from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
     from meshwright.train.engine.pipelined import Pipelined
 
     assert isinstance(model, StageParts)
     stages = ScheduledStages(model, run.plan, run.mesh, run.device, progress)
+    for passes in filter(None, map(passes_of_model, models_of(model))):
+        columns, multiple = (objective.canvas_sizes or (0,))[0], run.plan.sequence_multiple
+        passes.columns = -(-columns // multiple) * multiple
     if prepares:
         stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
     pipelined = Pipelined(stages, objective, balance)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from maintain.tiny import TINY_MODELS
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.export import export_checkpoint
 from meshwright.distributed.experts.balance import Balance, refusals
@@ -427,3 +428,24 @@ def test_block_diffusion_counts_both_stacks_and_refuses_the_loss(tiny: Tiny) -> 
     stacks = {key.split("/")[2].split(".layers")[0] for key in found[0]}
     assert len(stacks) == 2, stacks
     assert "block diffusion runs routers over a sequence and over its canvases" in refused(tiny, *RUN, "moe.aux_loss=0.1")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["diffusion_gemma", "gemma4_moe"])
+def test_routers_that_choose_for_slices_count_all_tokens_once(tiny: Tiny, family: str) -> None:
+    known = {
+        key: value for key, value in TINY_MODELS["gemma4_moe"].config.items() if "vocab" not in key and "_token" not in key
+    }
+    run = RUN if family == "diffusion_gemma" else (f"model.config={ {'model_type': 'gemma4_text', **known} }",)
+    found = []
+    for ranks, options in enumerate(((), ("layout.dp_shard=1", "layout.tp=2", "parallel.sequence_parallel=true")), start=1):
+        config = tiny(*run, "training.steps=2", "training.log_every=1", *options, name=f"{ranks} ranks")
+        train(config, ranks)
+        found.append([row for row in rows(config) if "loss" in row])
+    for one, two in zip(*found, strict=True):
+        assert {key for key in one if key.startswith("moe/max_load")}
+        for key in one:
+            if key.startswith("moe/") or key == "loss":
+                assert two[key] == pytest.approx(one[key], rel=2e-3), key
+    with pytest.raises(ConfigError, match="router" if family == "gemma4_moe" else "block diffusion"):
+        make_setup(tiny(*run, *options, "moe.aux_loss=0.1"), 2)

@@ -7,11 +7,13 @@ import pytest
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.models.pipeline_by_hand import Pipeline
 from meshwright.models.specs.registry import spec_of
+from meshwright.plan.axes.pipeline.replay import replay_of_plan
 from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, pipeline_counts, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.cost.price import totals, totals_of_rank
-from meshwright.plan.given.closed_choices import PipelineSchedule
+from meshwright.plan.given.closed_choices import PipelineSchedule, SyncPolicy
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import Cut, Wrap
@@ -129,9 +131,6 @@ def test_worlds(world: int, schedule: PipelineSchedule) -> None:
 
 
 def test_refusals() -> None:
-    model = tiny_diffusion_gemma()
-    with pytest.raises(PlanError, match=r"pp=2: DiffusionGemma.* has a stack of layers that runs twice"):
-        resolve(spec_of(model), model, TWO, ParallelOptions(microbatches=2))
     with refuses(PlanError, "pp.unknown"):
         resolve(PLAIN_SPEC, Plain(), Layout(pp=2, dp_shard=1), ParallelOptions(microbatches=2))
     assert "6 stages, but 4 layers make at most 4 stages" in refusal(layout=Layout(pp=3, dp_shard=1), pipeline_schedule="zbv")
@@ -160,3 +159,37 @@ def test_only_the_outputs_of_the_model_are_cast() -> None:
         part = on_stages(plan, [stage])
         assert part.unit("").output_dtype == dtype
         assert {action.row.output_dtype for action in part.program if isinstance(action, Wrap) and not action.unit} == {dtype}
+
+
+def test_stacks_that_share_layers_have_a_stage_in_each_pass() -> None:
+    """A rank has layers with the same numbers of both stacks: with the encoder's in one stage, with the decoder's in two."""
+    model = tiny_diffusion_gemma()
+
+    def stages(layout: Layout = TWO, **options: Any) -> ShardingPlan:
+        chosen = ParallelOptions(**{"microbatches": 2, "pipeline_schedule": PipelineSchedule.INTERLEAVED, **options})
+        return resolve(spec_of(model), model, layout, chosen)
+
+    plan = stages()
+    assert [row.rank for row in plan.stages] == [0, 1] * 3
+    assert [row.layers for row in plan.stages[1::2]] == [
+        ("model.encoder.language_model.layers.1",), ("model.decoder.layers.1",), ("model.decoder.layers.1",),
+    ]  # fmt: skip
+    held = {row.name: row.stages for row in plan.parameters}
+    assert held["model.encoder.language_model.layers.1.router.scale"] == (1,)
+    assert held["model.encoder.language_model.embed_tokens.weight"] == (0, 5)
+    assert held["model.encoder.language_model.norm.weight"] == (5,)
+    assert held["model.decoder.self_conditioning.gate_proj.weight"] == (0,)
+    assert pipeline_counts(plan, 0)["send"] == 2 * 5 + 1  # forward three times, a gradient twice; that of the embedding
+    turns = [span.turn for span in replay_of_plan(plan).spans[0] if span.begin == span.end]
+    assert {turn.stage for turn in turns} == {2}  # the draft has no backward
+    for options, why in (
+        ({"pipeline_schedule": PipelineSchedule.ONE_F_ONE_B}, "so each rank has 3 stages; legal is interleaved_1f1b"),
+        ({"stages_per_rank": 2}, "each rank has a stage in each of 3 passes; legal is 3"),
+        ({"pipeline_cuts": (1,)}, "stacks that share layers are cut evenly; legal is none"),
+        ({"sync": SyncPolicy.REDUCE_EACH, "layout": Layout(pp=2, dp_shard=2)}, "whose collectives are not planned; legal is"),
+        ({"layout": Layout(pp=2, tp=2, dp_shard=1), "sequence_parallel": True}, "is not traced for each; the legal value is"),
+    ):
+        with pytest.raises(PlanError, match=why):
+            stages(**options)
+    with pytest.raises(PlanError, match=r"through the stages of DiffusionGemma.* 3 times"):
+        Pipeline(model, plan, None)  # type: ignore[arg-type]

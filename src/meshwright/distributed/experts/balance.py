@@ -29,6 +29,7 @@ from torch import nn
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.experts.balance_loss import KINDS, LossAtWeights, sequence_balance
 from meshwright.distributed.memory.kept_results import unwatched
+from meshwright.distributed.tensor import moves
 from meshwright.errors import ModelError, Problems, Refusal
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.spec import Scores
@@ -60,6 +61,8 @@ class Balance:
         bias_update_rate: what is added to or subtracted from biases after a step; 0: no update.
         load_metrics: whether loads are reported as metrics.
         group: the ranks that share sequences; ``None``: each rank has whole sequences.
+        slices: the ranks that have slices of sequences where routers run, see
+            :attr:`~meshwright.plan.result.rows.ExpertsRow.slice_axis`; ``None``: there are none.
         own: names of the mixtures that this rank runs; ``None``: all. Other stages count the loads of the others.
 
     Raises:
@@ -76,9 +79,10 @@ class Balance:
         bias_update_rate: float = 0.0,
         load_metrics: bool = True,
         group: dist.ProcessGroup | None = None,
+        slices: dist.ProcessGroup | None = None,
         own: Collection[str] | None = None,
     ) -> None:
-        self.group = group
+        self.group, self.slices = group, slices
         self.model, self.aux_loss, self.rate, self.reports = model, aux_loss, bias_update_rate, load_metrics
         known = [row for row in rows if row.router]
         if not (aux_loss or bias_update_rate or load_metrics):
@@ -155,10 +159,19 @@ class Balance:
         logged = logged and self.reports
         if not self._routers or not (self.rate or logged):
             return {}
+        self._join_slices()
         add_up(self._all_loads)
         if self.rate:
             self._move_biases(1 - unless)
         return self._metrics() if logged else {}
+
+    def _join_slices(self) -> None:
+        """Add up the loads of routers that chose for slices of sequences."""
+        sliced = [router.loads for router in self._own if router.row.slice_axis]
+        if sliced:
+            whole = torch.cat(sliced)
+            dist.all_reduce(whole, group=self.slices)
+            torch._foreach_copy_(sliced, whole.split([len(loads) for loads in sliced]))
 
     @torch.no_grad()
     def _move_biases(self, share: torch.Tensor) -> None:
@@ -190,7 +203,11 @@ class Balance:
             # Neither evaluation nor a forward without gradient, such as that of a draft, counts.
             if not self._open or not module.training or not torch.is_grad_enabled():
                 return None
-            problem = _misfit(output, router.row, self._counts)
+            counts = self._counts
+            if counts is not None and router.row.slice_axis:
+                assert self.slices is not None
+                counts = moves.slice_of(counts, 1, self.slices)
+            problem = _misfit(output, router.row, counts)
             if problem:
                 if self.aux_loss or self.rate:
                     raise ModelError(
@@ -204,10 +221,10 @@ class Balance:
             first = not _torch_compat.in_backward()  # the tokens of a recomputation were counted before
             if first:
                 with unwatched():
-                    _count(router.loads, index, self._counts)
-            if not self.aux_loss or self._counts is None or not scores.requires_grad:
+                    _count(router.loads, index, counts)
+            if not self.aux_loss or counts is None or not scores.requires_grad:
                 return None
-            loss = sequence_balance(scores, index, self._counts, Scores(router.row.scores), self.group)
+            loss = sequence_balance(scores, index, counts, Scores(router.row.scores), self.group)
             loss = loss * self.aux_loss / self._tokens
             if first:
                 with unwatched():
@@ -274,6 +291,15 @@ def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, un
     if aux_loss:
         if uncounted:
             problems.add("moe.balance", f"{asked[0]}: {uncounted}")
+        problems += [
+            Refusal(
+                "moe.balance",
+                f"{asked[0]}: under sequence parallel the router {row.router!r} chooses for slices of sequences, and a balance "
+                "loss over them was compared by nobody; legal are parallel.sequence_parallel=false, and no moe.aux_loss",
+            )
+            for row in plan.experts
+            if row.slice_axis and row.router
+        ][:1]
         problems += [
             Refusal(
                 "moe.scores",

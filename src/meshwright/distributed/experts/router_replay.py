@@ -141,6 +141,13 @@ def replay_refusals(plan: ShardingPlan, width: int, choices: Callable[[], Mappin
     if uncounted:
         problems.add("moe.replay", f"{WHERE}: {uncounted}")
         return problems
+    if sliced := [row.router for row in plan.experts if row.slice_axis]:
+        problems.add(
+            "moe.replay",
+            f"{WHERE}: under sequence parallel the router {sliced[0]!r} gets slices of sequences; legal is "
+            "parallel.sequence_parallel=false",
+        )
+        return problems
     if unknown := [row.module for row in plan.experts if not row.router]:
         problems.add("moe.router", f"{WHERE}: the router of {unknown[0]!r} is unknown (router of its ExpertsRule)")
         return problems

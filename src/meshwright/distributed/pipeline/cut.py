@@ -197,6 +197,12 @@ def crossing_of(model: nn.Module) -> Crossing:
     return crossing
 
 
+def cut_of_model(model: nn.Module) -> Cut | None:
+    """Return the action that cut a model; ``None``: it is whole."""
+    found: Cut | None = vars(model).get(_CUT)
+    return found
+
+
 def _call_body(model: nn.Module, body: str, crossing: Crossing) -> None:
     """Let the model call only the module around its layers, and return the hidden state that leaves the stage."""
     inner = model.get_submodule(body) if body else model.forward

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.plan.axes.pipeline.stage_plan import crossing_shape
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["Work"]
@@ -23,14 +22,17 @@ class Work:
             ``inputs_embeds``.
         loss: calls that of the last stage. It returns a scalar for training; in evaluation, whatever is to be known.
         around: what every forward and backward of the microbatch runs in.
+        state: what its passes leave on this rank (:class:`~meshwright.distributed.pipeline.passes.Passes`).
     """
 
     arguments: Mapping[str, Any]
     loss: Callable[[nn.Module], torch.Tensor]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    state: dict[str, Any] = field(default_factory=dict)
 
-    def crossing(self, plan: ShardingPlan, stage: int) -> tuple[int, ...]:
-        """Return the shape of what enters a stage."""
-        tokens = self.arguments.get("input_ids")
-        rows, length = (self.arguments["inputs_embeds"] if tokens is None else tokens).shape[:2]
-        return crossing_shape(plan, stage, rows, length * plan.layout.size("cp"))
+    def size(self, plan: ShardingPlan) -> tuple[int, int]:
+        """Return the number of its sequences, and the positions of a whole one."""
+        given = self.arguments.get("denoise", self.arguments)
+        tokens = given.get("input_ids")
+        rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
+        return rows, length * plan.layout.size("cp")

@@ -30,29 +30,23 @@ from meshwright.distributed.pipeline.crossing import receive_outermost
 from meshwright.distributed.pipeline.cut import crossing_of
 from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.parameter_copies import local_shard, parameter_copies
-from meshwright.distributed.pipeline.stage import scale_gradients, stage_backward
+from meshwright.distributed.pipeline.passes import passes_of_model
+from meshwright.distributed.pipeline.stage import NoGradient, check_sent, scale_gradients, stage_backward
 from meshwright.distributed.pipeline.stage_parts import StageParts
 from meshwright.distributed.update.grad_clip import clip_grad_norm_
 from meshwright.errors import PlanError, UnsupportedError
-from meshwright.plan.axes.pipeline.stage_plan import crossing_dtype, crossing_shape, first_trained, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import (
+    crossing_dtype,
+    crossing_shape,
+    first_trained,
+    parts_of_rank,
+    passes_of,
+    stages_of_rank,
+)
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["ScheduledStages"]
-
-
-class _NoGradient(torch.autograd.Function):
-    """Returns the first tensor. The gradient of the second one is zero, and costs nothing."""
-
-    @staticmethod
-    def forward(context: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        context.zeros = received.detach().new_zeros(()).expand(received.shape)
-        context.mark_dirty(output)  # a view could not be detached in place, as torch does after a half of backward
-        return output
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient, context.zeros.contiguous()
 
 
 class _Runner(nn.Module):
@@ -61,15 +55,16 @@ class _Runner(nn.Module):
     Args:
         part: the model of the stage.
         last: whether it is the last stage.
-        hidden: what leaves the stage, on the meta device.
+        sent: what it sends, on the meta device.
         name: of the stage.
         needless: whether no stage before has a trained parameter, so that no gradient of what was received is needed.
+        number: of the pass that it is a part of, if a microbatch goes through the stages several times.
     """
 
-    def __init__(self, part: nn.Module, last: bool, hidden: torch.Tensor, name: str, needless: bool) -> None:
+    def __init__(self, part: nn.Module, last: bool, sent: torch.Tensor, name: str, needless: bool, number: int) -> None:
         super().__init__()
         self.part = part
-        self.last, self.hidden, self.name, self.needless = last, hidden, name, needless
+        self.last, self.hidden, self.name, self.needless, self.number = last, sent, name, needless, number
 
     def forward(self, *received: torch.Tensor, work: Work) -> torch.Tensor:
         """Return the hidden state for the next stage, or the loss."""
@@ -77,29 +72,29 @@ class _Runner(nn.Module):
             return self._forward(*received, work=work)
         output = self._forward(*(tensor.detach() for tensor in received), work=work)
         if received:  # torch sends a gradient over each cut
-            output = _NoGradient.apply(output, *received)
+            output = NoGradient.apply(output, *received)
         return output if output.requires_grad else output.requires_grad_()
 
     def _forward(self, *received: torch.Tensor, work: Work) -> torch.Tensor:
         crossing = crossing_of(self.part)
+        if (passes := passes_of_model(self.part)) is not None and not self.last:
+            sent = _torch_compat.detachable(
+                passes.run(self.number, received[0] if received else None, work.arguments, work.state)
+            )
+            check_sent(sent, self.hidden.shape, self.hidden.dtype, self.name)
+            return sent
         crossing.received = received[0] if received else None
         try:
+            if passes is not None:
+                passes.enter_last(received[0], work.state)
             if self.last:
                 return work.loss(self.part)
             sent = self.part(**work.arguments)
         finally:
             crossing.received = None
         sent = _torch_compat.detachable(sent)
-        _check_sent(sent, self.hidden.shape, self.hidden.dtype, self.name)
+        check_sent(sent, self.hidden.shape, self.hidden.dtype, self.name)
         return sent
-
-
-def _check_sent(sent: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
-    """Refuse to send what the receiving rank does not expect: it would end without a word."""
-    if tuple(sent.shape) != tuple(shape) or sent.dtype != dtype:
-        raise UnsupportedError(
-            "pp.stage_call", f"{name}: sends {sent.dtype} {tuple(sent.shape)}, and the plan has {dtype} {tuple(shape)}"
-        )
 
 
 class _Stage(PipelineStage):
@@ -108,6 +103,7 @@ class _Stage(PipelineStage):
     def __init__(self, runner: _Runner, sync: GradSync, report: Callable[[str], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(runner, *args, **kwargs)
         self.sync, self.report = sync, report
+        self.ends = runner.number == 0  # the backward of the first pass comes last
         self.work: Sequence[Work] = ()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +140,7 @@ class _Stage(PipelineStage):
                 ) from error
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
-        return stage_backward(self, self.sync, backward_type, bwd_kwargs, last_backward)
+        return stage_backward(self, self.sync, backward_type, bwd_kwargs, last_backward and self.ends)
 
     perform_reduce_grad = scale_gradients
 
@@ -179,9 +175,11 @@ class ScheduledStages:
         self.group, self.rank = mesh["pp"].get_group(), mesh.rank("pp")
         self.count, self.runs = len(plan.stages), plan.options.runs_per_step
         self.own = stages_of_rank(plan, self.rank)
-        for stage in self.own:
-            receive_outermost(parts[stage])
-        self.syncs = {stage: GradSync.from_plan(parts[stage], on_stages(plan, [stage])) for stage in self.own}
+        self.passes = passes_of(plan)
+        self.syncs: dict[int, GradSync] = {}
+        for together in parts_of_rank(plan, self.rank):
+            receive_outermost(parts[together[0]])
+            self.syncs |= dict.fromkeys(together, GradSync.from_plan(parts[together[0]], on_stages(plan, together)))
         self.copies = parameter_copies(parts, plan, self.own)
         # The norm counts a parameter of two ranks on that of the first stage.
         self.counted_elsewhere = [copy.mine[0] for copy in self.copies if copy.other is not None and not copy.first]
@@ -194,16 +192,28 @@ class ScheduledStages:
             length: positions of a whole sequence.
         """
         options = self.plan.options
-        self.stages = [self._stage(stage, rows, length) for stage in self.own]
+        sent = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in self._shapes(rows, length)]
+        self.stages = [self._stage(stage, sent) for stage in self.own]
         self.schedule = _torch_compat.make_schedule(options.pipeline_schedule, self.stages, options.microbatches // self.runs)
 
-    def _stage(self, index: int, rows: int, length: int) -> _Stage:
-        last = index == self.count - 1
-        entering, leaving = (
-            torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
-            for shape in (crossing_shape(self.plan, stage, rows, length) for stage in (index, min(index + 1, self.count - 1)))
-        )
-        runner = _Runner(self.parts[index], last, leaving, f"stage {index}", index <= first_trained(self.plan))
+    def _shapes(self, rows: int, length: int) -> list[tuple[int, ...]]:
+        """Return the shape of what each stage sends."""
+        entering = [crossing_shape(self.plan, stage, rows, length) for stage in range(self.count)]
+        if (passes := passes_of_model(self.parts[self.own[0]])) is None:
+            return [*entering[1:], entering[-1]]
+        ranks, hidden = self.count // self.passes, entering[0]
+        return [
+            shape
+            for inner, handed in passes.shapes(hidden, self.plan.layout.size("cp"))
+            for shape in (*[inner] * (ranks - 1), handed)
+        ]
+
+    def _stage(self, index: int, sent: Sequence[torch.Tensor]) -> _Stage:
+        last, number = index == self.count - 1, index * self.passes // self.count
+        passes = passes_of_model(self.parts[index])
+        needless = index <= first_trained(self.plan) or (passes is not None and number in passes.without_gradient)
+        runner = _Runner(self.parts[index], last, sent[index], f"stage {index}", needless, number)
+        entering, leaving = (sent[place].detach().clone().requires_grad_() for place in (max(index - 1, 0), index))
         stage = _Stage(
             runner,
             self.syncs[index],
@@ -308,26 +318,34 @@ class ScheduledStages:
     def _forwards(self, work: Iterable[Work]) -> Iterator[torch.Tensor]:
         sends: list[tuple[Any, torch.Tensor]] = []
         for number, item in enumerate(work):
+            shapes = self._shapes(*item.size(self.plan))
             kept: torch.Tensor | None = None
             while len(sends) > self.count:
                 sends.pop(0)[0].wait()
             for stage in self.own:
                 self.report(f"stage {stage}, forward of microbatch {number + 1}")
                 part, crossing = self.parts[stage], crossing_of(self.parts[stage])
+                passes = passes_of_model(part)
                 if stage == 0:
                     crossing.received = None
                 elif (source := self.plan.stages[stage - 1].rank) == self.rank:
                     crossing.received = kept
                 else:
-                    received = torch.empty(item.crossing(self.plan, stage), dtype=self.dtype, device=self.device)
-                    dist.recv(received, group=self.group, group_src=source)
-                    crossing.received = received
+                    crossing.received = torch.empty(shapes[stage - 1], dtype=self.dtype, device=self.device)
+                    dist.recv(crossing.received, group=self.group, group_src=source)
                 with item.around():
                     if stage == self.count - 1:
+                        if passes is not None:
+                            assert crossing.received is not None
+                            passes.enter_last(crossing.received, item.state)
                         yield item.loss(part)
                     else:
-                        kept = part(**item.arguments).contiguous()
-                        _check_sent(kept, item.crossing(self.plan, stage + 1), self.dtype, f"stage {stage}")
+                        if passes is None:
+                            kept = part(**item.arguments).contiguous()
+                        else:
+                            number = stage * self.passes // self.count
+                            kept = passes.run(number, crossing.received, item.arguments, item.state).contiguous()
+                        check_sent(kept, shapes[stage], self.dtype, f"stage {stage}")
                         target = self.plan.stages[stage + 1].rank
                         if target != self.rank:
                             sends.append((dist.isend(kept, group=self.group, group_dst=target), kept))

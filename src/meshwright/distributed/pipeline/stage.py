@@ -5,14 +5,16 @@ is not. Its split backward looks for the parameters that are registered when it 
 are not in the graph: they get no gradient, often without an error. Here it gets those that are.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.grad_sync import GradSync
+from meshwright.errors import UnsupportedError
 
-__all__ = ["scale_gradients", "stage_backward"]
+__all__ = ["NoGradient", "check_sent", "scale_gradients", "stage_backward"]
 
 _KINDS = ("full", "input", "weight")
 
@@ -55,3 +57,25 @@ def scale_gradients(stage: Any, grad_scale_factor: int) -> None:
     """
     if grad_scale_factor != 1:
         stage.scale_grads(grad_scale_factor)
+
+
+class NoGradient(torch.autograd.Function):
+    """Returns the first tensor. The gradient of the second one is zero, and costs nothing."""
+
+    @staticmethod
+    def forward(context: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        context.zeros = received.detach().new_zeros(()).expand(received.shape)
+        context.mark_dirty(output)  # a view could not be detached in place, as torch does after a half of backward
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, context.zeros.contiguous()
+
+
+def check_sent(sent: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
+    """Refuse to send what the receiving rank does not expect: it would end without a word."""
+    if tuple(sent.shape) != tuple(shape) or sent.dtype != dtype:
+        raise UnsupportedError(
+            "pp.stage_call", f"{name}: sends {sent.dtype} {tuple(sent.shape)}, and the plan has {dtype} {tuple(shape)}"
+        )

@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import parts_of_rank, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -18,14 +18,16 @@ class StageParts(nn.Module):
     """The models of a rank's stages under the names of the whole model.
 
     Args:
-        parts: number of a stage to its model.
+        parts: number of a stage to its model. Several stages may be those of one model.
         copied: names of parameters that two of the stages hold. Only that of the first is a parameter of the whole: the other
             gets its values from it, and gives it its gradient.
     """
 
     def __init__(self, parts: Mapping[int, nn.Module], copied: Collection[str] = ()) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict({str(index): part for index, part in parts.items()})
+        first = {id(parts[index]): str(index) for index in sorted(parts, reverse=True)}
+        self.parts = nn.ModuleDict({first[id(part)]: part for part in parts.values()})
+        self._place = {index: first[id(part)] for index, part in parts.items()}
         self._copied = tuple(copied)
 
     @property
@@ -45,7 +47,7 @@ class StageParts(nn.Module):
 
     def __getitem__(self, stage: int) -> nn.Module:
         """Return the model of a stage."""
-        return self.parts[str(stage)]
+        return self.parts[self._place[stage]]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -93,7 +95,10 @@ def make_parts(
     """
     stages = stages_of_rank(plan, mesh.rank("pp"))
     copied = [row.name for row in plan.parameters if row.copies and {*row.stages} <= {*stages}]
-    return StageParts({stage: carry_out(make(), on_stages(plan, [stage]), mesh) for stage in stages}, copied)
+    parts: dict[int, nn.Module] = {}
+    for own in parts_of_rank(plan, mesh.rank("pp")):
+        parts |= dict.fromkeys(own, carry_out(make(), on_stages(plan, own), mesh))
+    return StageParts(parts, copied)
 
 
 def models_of(model: nn.Module) -> list[nn.Module]:

@@ -100,6 +100,19 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
         return lambda args, kwargs: (tuple(map(enter, args)), {name: enter(value) for name, value in kwargs.items()})
     if action.row.entry is Move.NONE:
         return lambda args, kwargs: (args, kwargs)
+    if action.row.entry is Move.GATHER_TOKENS:
+
+        def all_tokens(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.is_floating_point():
+                return moves.to_parts(value, 0, group)
+            return moves.gather(value, 0, value.shape[0] * dist.get_world_size(group), group)
+
+        return lambda args, kwargs: (
+            tuple(map(all_tokens, args)),
+            {name: all_tokens(value) for name, value in kwargs.items()},
+        )
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
         Move.SPLIT_FEATURES: lambda x: moves.split(x, -1, group),
         Move.GATHER_SEQUENCE: lambda x: moves.to_parts(x, _sequence(x, action), group),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -41,8 +41,8 @@ class BlockDiffusion(Objective):
     name = "block_diffusion"
     purpose = "denoise blocks of text"
     section = "diffusion"
-    pipelines = chunks = False
-    shares = packs = True  # what it cannot do is refused in `problems` and by the plan
+    chunks = False
+    pipelines = shares = packs = True  # what it cannot do is refused in `problems` and by the plan
     uncounted = (
         "block diffusion runs routers over a sequence and over its canvases, which have no common balance; leave it out "
         "(moe.load_metrics counts both)"
@@ -104,6 +104,10 @@ class BlockDiffusion(Objective):
     def attach(self, model: nn.Module) -> None:
         """Give the model its training forward."""
         enable(model)
+
+    def stage_arguments(self, batch: Batch) -> dict[str, Any]:
+        """Return what the stages of a pipeline are called with."""
+        return {"denoise": batch}
 
     def training(self, batches: list[Batch], numbers: Sequence[Sequence[int]]) -> list[Batch]:
         """Lay out the canvases and add noise to them. The noise of a sequence does not depend on the batch that it is in."""

@@ -22,7 +22,7 @@ from meshwright.models.diffusion_gemma.corruption import Noised
 from meshwright.models.diffusion_gemma.masks import sees
 from meshwright.models.token_loss import IGNORE
 
-__all__ = ["COUNTS", "flat", "in_blocks", "own_columns"]
+__all__ = ["COUNTS", "flat", "in_blocks", "own_columns", "padded"]
 
 COUNTS = "denoised_columns"
 """Key of the number of supervised columns, [B, S]."""
@@ -53,6 +53,13 @@ def in_blocks(canvas: Canvas, noised: Noised, length: int, tokens: int) -> dict[
 def flat(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a batch with canvases [B, R]."""
     return {name: tensor.flatten(1) if name in _FILLS else tensor for name, tensor in batch.items()}
+
+
+def padded(batch: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
+    """Return a batch with canvases [B, R], where R is a multiple of some number: hidden columns fill them up."""
+    lacking = -batch["canvas_ids"].shape[1] % multiple
+    fills = {name: fill for name, fill in _FILLS.items() if name in batch and lacking}
+    return {**batch, **{name: nn.functional.pad(batch[name], (0, lacking), value=fill) for name, fill in fills.items()}}
 
 
 def own_columns(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -28,14 +28,23 @@ from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.memory.activation_checkpointing import is_checkpointed
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
-from meshwright.models.diffusion_gemma.canvas_columns import flat, own_columns
+from meshwright.models.diffusion_gemma.canvas_columns import flat, own_columns, padded
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
 from meshwright.plan.axes.context.sharing import FUNCTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTIONS", "Denoised", "enable", "rounds_losses", "three_passes"]
+__all__ = [
+    "ATTENTIONS",
+    "Denoised",
+    "decoder_arguments",
+    "enable",
+    "encode",
+    "encoder_logits",
+    "rounds_losses",
+    "three_passes",
+]
 
 ATTENTIONS = ("sdpa", "eager")
 """The attention implementations of transformers that accept a mask of any pattern."""
@@ -70,7 +79,7 @@ def rounds_losses(output_dtype: str | None) -> bool:
     return output_dtype is not None and getattr(torch, output_dtype).itemsize < torch.float32.itemsize
 
 
-def enable(model: "PreTrainedModel", output_dtype: str | None = None) -> None:
+def enable(model: "PreTrainedModel", output_dtype: str | None = None, multiple: int = 1) -> None:
     """Make a ``DiffusionGemmaForBlockDiffusion`` accept ``model(denoise=batch, encoder_loss=...)``. It may be called twice.
 
     The batch has ``input_ids`` and ``position_ids`` [B, S], ``canvas_ids`` (with noise), ``canvas_positions`` and
@@ -82,11 +91,14 @@ def enable(model: "PreTrainedModel", output_dtype: str | None = None) -> None:
         model: the model, changed in place.
         output_dtype: dtype that its root casts outputs to. If :func:`rounds_losses` is true for it, calls with ``encoder_loss``
             raise a :class:`PlanError`.
+        multiple: number that must divide the columns of a canvas, so that all ranks have equally many. Hidden columns are
+            appended, whose logits are returned too.
     """
     if not isinstance(model.forward, _Forward):
         model.forward = _Forward(model, model.forward)
     if output_dtype is not None:
         model.forward.output_dtype = output_dtype
+    model.forward.multiple = max(model.forward.multiple, multiple)
 
 
 class _Forward:
@@ -96,17 +108,32 @@ class _Forward:
         self.model, self.inner = model, inner
         self.signature = inspect.signature(inner)
         self.output_dtype: str | None = None
+        self.multiple = 1
+        self.last_pass: Callable[..., Denoised] | None = None
+        """What computes the next call with ``denoise``: the last pass of the last stage of a pipeline."""
 
-    def __call__(self, *args: Any, denoise: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        denoise: dict[str, torch.Tensor] | None = None,
+        stage: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if denoise is None:
             return _anchored(self._own(args, kwargs))
+        if stage is not None:  # a pass of a stage of a pipeline, inside of the hooks of the root
+            return stage(_of_rank(self.model, padded(flat(denoise), self.multiple)))
         if kwargs.get("encoder_loss") is not None and rounds_losses(self.output_dtype):
             raise PlanError(
                 "diffusion.output_dtype",
                 f"output_dtype={self.output_dtype}: the encoder's loss, a sum in nats, would be rounded to it as it leaves the "
                 "model; with encoder_loss legal are None, float32 and float64 (of mp_policy, or of parallel)",
             )
-        return _denoised(self.model, self.inner, denoise, *args, **kwargs)
+        batch = padded(flat(denoise), self.multiple)
+        if (finish := self.last_pass) is not None:
+            self.last_pass = None
+            return finish(_of_rank(self.model, batch), **kwargs)
+        return _denoised(self.model, self.inner, batch, *args, **kwargs)
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's own forward. In training, pass a cache that recomputation does not write, if none is given."""
@@ -160,14 +187,8 @@ def three_passes(
         masks: returns for each kind of layer the mask of the decoder, if hidden states have some dtype.
         encoder_loss: see :func:`enable`.
     """
-    written = _cache_type()()
-    encoded = model.model.encoder(
-        input_ids=batch["input_ids"],
-        attention_mask=batch.get("attention_mask"),
-        position_ids=batch["position_ids"],
-        past_key_values=written,
-    ).last_hidden_state
-    read = None if encoder_loss is None else encoder_loss(_head(model, encoded))
+    written, encoded = encode(model, batch)
+    read = None if encoder_loss is None else encoder_loss(encoder_logits(model, encoded))
     nothing = torch.zeros((), dtype=encoded.dtype, device=encoded.device)
     anchor = (encoded[:, :1] * 0.0).sum() if torch.is_grad_enabled() else nothing
     decode = partial(
@@ -183,11 +204,37 @@ def three_passes(
     return Denoised(logits, read, anchor, batch.get("canvas_labels"))
 
 
+def decoder_arguments(model: "PreTrainedModel", batch: dict[str, torch.Tensor], written: Any) -> dict[str, Any]:
+    """Return what the decoder is called with, for canvases [B, R] and the cache of the clean sequences."""
+    dtype = model.dtype
+    return {
+        "past_key_values": written,
+        "decoder_input_ids": batch["canvas_ids"],
+        "decoder_position_ids": batch["canvas_positions"],
+        "decoder_attention_mask": _masks(model, batch, dtype),
+    }
+
+
+def encode(model: "PreTrainedModel", batch: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Run the encoder over clean sequences, and return the cache that it wrote and its last hidden state [B, S, features]."""
+    written = _cache_type()()
+    encoded = model.model.encoder(
+        input_ids=batch["input_ids"],
+        attention_mask=batch.get("attention_mask"),
+        position_ids=batch["position_ids"],
+        past_key_values=written,
+    ).last_hidden_state
+    return written, encoded
+
+
 def _denoised(model: "PreTrainedModel", forward: Any, batch: dict[str, torch.Tensor], **more: Any) -> Denoised:
-    batch = flat(batch)
-    if attention_of(model) == FUNCTION:
-        batch = own_columns(model, batch)
+    batch = _of_rank(model, batch)
     return three_passes(model, forward, batch, partial(_masks, model, batch), **more)
+
+
+def _of_rank(model: "PreTrainedModel", batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch with the columns that this rank has."""
+    return own_columns(model, batch) if attention_of(model) == FUNCTION else batch
 
 
 @cache
@@ -222,7 +269,7 @@ def _masks(model: "PreTrainedModel", batch: dict[str, torch.Tensor], dtype: torc
     return dict(masks)
 
 
-def _head(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:
+def encoder_logits(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits of hidden states, as the model computes them for the decoder: in fp32 or better, and capped."""
     logits = model.lm_head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -15,8 +15,11 @@ from torch import nn
 
 from meshwright.distributed.data.fsdp_units import enter_by
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.pipeline.cut import cut_of_model
+from meshwright.distributed.pipeline.passes import set_passes
 from meshwright.models.diffusion_gemma.model import enable
 from meshwright.models.diffusion_gemma.stack_traces import StackTraces
+from meshwright.models.diffusion_gemma.stage_passes import StagePasses
 from meshwright.models.specs.decoder import global_heads
 from meshwright.models.specs.derived import DefaultParallelizationStrategy, derived_spec, is_transformers
 from meshwright.models.specs.plain_module import inferred_spec
@@ -58,7 +61,7 @@ class DiffusionGemmaParallelizationStrategy(DefaultParallelizationStrategy):
             styles=styles,
             regions=tuple(f"{stack}.{part}" for stack in (ENCODER, DECODER) for part in ("self_attn", "mlp")),
             divisible=global_heads(model.config.get_text_config()),  # type: ignore[union-attr, operator]
-            no_sequence_parallel="its two stacks have sequences of different lengths, and its router reads the residual stream",
+            stream_traced=True,
         )
         traces = partial(StackTraces, experts=derived.experts)
         return replace(
@@ -73,16 +76,19 @@ class DiffusionGemmaParallelizationStrategy(DefaultParallelizationStrategy):
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
         """Carry out a plan as usual, and prepare the model with :meth:`ready`."""
-        return self.ready(super().carry_out(model, plan, mesh), plan.unit(ROOT).output_dtype)
+        return self.ready(super().carry_out(model, plan, mesh), plan.unit(ROOT).output_dtype, plan.sequence_multiple)
 
-    def ready(self, model: nn.Module, output_dtype: str | None) -> nn.Module:
+    def ready(self, model: nn.Module, output_dtype: str | None, multiple: int = 1) -> nn.Module:
         """Prepare a sharded model for ``generate``, and for a loss that does not use the encoder's output; return the model.
 
         Args:
             model: the model, whose root is a unit.
             output_dtype: dtype that the root casts outputs to.
+            multiple: number that must divide the columns of a canvas.
         """
         if is_transformers(model):
-            enable(model, output_dtype)
+            enable(model, output_dtype, multiple)
+            if (cut := cut_of_model(model)) is not None and cut.passes > 1:
+                set_passes(model, StagePasses(model))
             enter_by(model, "generate")  # it calls encoder and decoder directly, without the hooks of the root
         return model

@@ -1,4 +1,4 @@
-"""How the attentions of both stacks are called: read from one training forward on meta tensors.
+"""How the attentions of both stacks are called, and how the streams can be sliced: read from training forwards without values.
 
 The encoder's attentions are those of any causal model. Those of the decoder get queries of the canvas, keys of the clean
 sequence and of the canvas, and one of the masks that the training forward makes. Here these masks have no values, and say which
@@ -6,6 +6,8 @@ they are.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,16 @@ from meshwright.errors import Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.diffusion_gemma.masks import window_of
 from meshwright.models.diffusion_gemma.model import ATTENTIONS, three_passes
+from meshwright.models.diffusion_gemma.stack_stages import trace_both_stacks
 from meshwright.models.reading.context.attention_calls import AttentionTracer
 from meshwright.models.reading.model_traces import ModelTraces
 from meshwright.models.reading.tracing import Attention, attributes, traced
 from meshwright.models.specs.derived import base_of_peft
 from meshwright.plan.given.attentions import Attentions, unknown_argument
 from meshwright.plan.given.context.canvas_facts import CanvasFacts
+from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.spec import ExpertsRule
+from meshwright.plan.given.traces import RegionFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +62,15 @@ class StackTraces(ModelTraces):
         """See :func:`trace_stacks`."""
         return trace_stacks(self.model, self.experts, self.canvas)
 
+    def stages(self, layers: Sequence[str]) -> StageFacts:
+        """See :func:`~meshwright.models.diffusion_gemma.stack_stages.trace_both_stacks`."""
+        return replace(self._once("stages", layers, trace_both_stacks), canvas=self.canvas)
+
+    def regions(self, layers: Sequence[str]) -> RegionFacts:
+        """See :func:`~meshwright.models.reading.tensor.regions.trace_regions`, which follows a training forward."""
+        with _in_training(self.model):
+            return super().regions(layers)
+
 
 def trace_stacks(
     model: "PreTrainedModel", experts: Sequence[ExpertsRule] = (), canvas: tuple[int, int] | None = None
@@ -68,9 +82,8 @@ def trace_stacks(
         experts: its mixtures. They are not called, because what they do depends on values.
         canvas: number of columns of the canvas of a sequence, at most, and of tokens of the sequence; ``None``: unknown.
     """
-    kernel, inner = compat.attention_of(model), base_of_peft(model) or model
-    forward = type(inner).forward.__get__(inner)
-    with attributes([(inner, {"forward": partial(_train, inner, forward)})]):
+    kernel = compat.attention_of(model)
+    with _in_training(model):
         found, why = traced(model, experts, partial(_StacksTracer, canvas), ("cpu", "meta"))
     if found is None:
         return Attentions((), (Refusal("model.values", f"its training forward cannot be traced without values ({why})"),))
@@ -83,6 +96,12 @@ def trace_stacks(
             )
         )
     return Attentions(found.attentions(), tuple(problems), kernel)
+
+
+def _in_training(model: "PreTrainedModel") -> AbstractContextManager[None]:
+    """Inside, a call of the model makes the three passes of a training step."""
+    inner = base_of_peft(model) or model
+    return attributes([(inner, {"forward": partial(_train, inner, type(inner).forward.__get__(inner))})])
 
 
 def _train(

@@ -84,7 +84,7 @@ def _gemma4(config: Any) -> Structure:
             known, no_sequence_parallel="each layer adds an embedding of the whole sequence (hidden_size_per_layer_input)"
         )
     if getattr(config, "enable_moe_block", False):
-        return replace(known, no_sequence_parallel="its router reads the residual stream itself (enable_moe_block)")
+        return replace(known, stream_traced=True)  # its router and its experts read the residual stream itself
     return known
 
 

@@ -4,7 +4,8 @@ With ``ep`` above 1, each rank of `ep` stores whole experts, ``experts / ep`` of
 all-to-all, and the results are sent back with another. FSDP shards the experts of a rank over `ep_shard`: the
 ``dp_shard * cp * tp / ep`` ranks of a replica that have the same experts.
 Every rank of a replica has its own tokens, except for the ranks of `tp`, which have the same: each of these sends its share,
-and the results are all-gathered.
+and the results are all-gathered. Under sequence parallel, a mixture that a layer calls itself gets the tokens of a slice: then
+the ranks of `tp` have their own tokens, too.
 """
 
 from collections import Counter
@@ -94,8 +95,9 @@ def _row(draft: Draft, rule: ExpertsRule, name: str, problems: Problems) -> Expe
         bias=bias,
         experts=experts,
         local=experts // ep,
-        token_axis="tp" if ep > 1 and draft.layout.size("tp") > 1 else "",
+        token_axis="tp" if ep > 1 and draft.layout.size("tp") > 1 and name not in draft.tensor.on_slices else "",
         features=widths.experts_width(draft, name),
+        slice_axis="tp" if name in draft.tensor.on_slices else "",
     )
 
 
@@ -154,7 +156,8 @@ def expert_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> dict
     chosen = plan.options.experts_of_token or 1
     for mixture in plan.experts if plan.layout.ep > 1 else ():
         forwards, backwards = plan.runs(mixture.module)
-        share = plan.layout.size(mixture.token_axis) if mixture.token_axis else 1
+        axis = mixture.token_axis or mixture.slice_axis
+        share = plan.layout.size(axis) if axis else 1
         routed = tokens * chosen // share
         sizes["ep"]["all_to_all"] += 2 * (forwards + backwards) * routed * mixture.features * compute
         if mixture.token_axis:

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.plan.axes.data.prefetch import gathered_peak
 from meshwright.plan.axes.data.unit_traffic import UnitTraffic, gradient_peak, unit_bytes, unit_traffic, use_traffic
 from meshwright.plan.axes.pipeline.replay import receive_buffer_bytes
-from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import parts_of_rank, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.states import state_bytes
@@ -77,7 +77,7 @@ def priced_json(plan: ShardingPlan, more: Mapping[str, Any] | None = None) -> st
 
 def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
     """Add up the stages of a rank of `pp`."""
-    stages = [rows_on_stages(plan, [stage]) for stage in stages_of_rank(plan, rank)]
+    stages = [rows_on_stages(plan, own) for own in parts_of_rank(plan, rank)]
     rows = [row for stage in stages for row in stage.parameters]
     gathered = [
         {unit.name: 0 if unit.part_of or not unit.forwards else unit_bytes(stage, unit)[0] for unit in stage.units}

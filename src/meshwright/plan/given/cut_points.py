@@ -112,6 +112,10 @@ class StageFacts:
             parameters that nobody uses.
         carried: what layers read beside their hidden state, of what runs before the first layer or of earlier layers.
         blank: parameters of modules around the layers, which are used before the first one.
+        passes: how often a microbatch goes through all stages. Above 1, layers are those of two stacks in turn: both layers of
+            one number, then those of the next. They share their parameters, so they are cut together. The first pass runs those
+            of the first stack, each other pass those of the second, and the last alone has a gradient among these.
+        canvas: number of columns that the second stack gets, and of tokens of a sequence; ``None``: unknown, or as many.
     """
 
     layers: tuple[LayerFacts, ...] = ()
@@ -126,3 +130,5 @@ class StageFacts:
     uncut: Mapping[int, str] = field(default_factory=dict)
     carried: tuple[Carried, ...] = ()
     blank: tuple[str, ...] = ()
+    passes: int = 1
+    canvas: tuple[int, int] | None = None

@@ -117,6 +117,8 @@ class Structure:
             rank.
         divisible: (one of them, number) pairs of what else ``tp`` must divide, such as ``("head of a layer", 8)``.
         no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
+        stream_traced: whether sequence parallel takes regions and what follows the layers from a trace of the model, though
+            regions are declared here: these do not tell all that it needs.
         leaks_documents: whether the masks that the model makes let packed documents see each other. Then packed documents are
             computed with the attention function of context parallel, which keeps them apart.
         uses_all_parameters: see :class:`ParallelSpec`.
@@ -130,6 +132,7 @@ class Structure:
     fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     divisible: tuple[tuple[str, int], ...] = ()
     no_sequence_parallel: str = ""
+    stream_traced: bool = False
     leaks_documents: bool = False
     uses_all_parameters: bool = False
 

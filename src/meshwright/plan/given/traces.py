@@ -9,7 +9,7 @@ from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.update.matrices import Apart
 
-__all__ = ["HeadFacts", "RegionFacts", "Span", "Traces"]
+__all__ = ["HeadFacts", "RegionFacts", "Span", "Stretch", "Traces"]
 
 
 @dataclass(frozen=True)
@@ -47,32 +47,51 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """A part of the residual stream that ranks share, each a slice of the sequence. Most models have one.
+
+    Attributes:
+        layers: its layers, in the order in which they run. They may run several times, each time from the first to the last.
+        tokenwise: names of the modules after them that process each token alone. The last gives the whole sequence to what
+            follows; if there is none, the last layer does.
+    """
+
+    layers: tuple[str, ...]
+    tokenwise: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RegionFacts:
     """Where the residual stream of a model can be shared by ranks that each have a slice of the sequence.
 
     Attributes:
         regions: names of the modules of layers that need the whole sequence or are sliced: attention, MLP, experts.
-        tokenwise: names of the modules after the layers that process each token alone, in the order in which they run. The last
-            gives the whole sequence to what follows; if there is none, the last layer does.
+        stretches: the parts of the stream that are shared, in the order in which they first run.
         with_residual: names of the regions whose output has a part that passed no matrix of theirs, such as a residual inside
             an MLP. If they were split over features, that part would be added once for each rank.
         problem: why the stream cannot be shared; empty: it can.
         problem_in_stages: why it cannot be shared where the model is cut into stages; empty: it can.
-        layers: the layers that run, in this order.
         spans: what gets the whole sequence and is no module of its own.
         on_slices: where there are spans, the parameters in layers that are used on slices.
         flat: the regions that return the rows of a batch as one dimension, [rows x positions, features].
+        mixtures: the mixtures that take tokens [rows x positions, features] of the stream itself, and their routing, which was
+            computed from slices.
     """
 
     regions: tuple[str, ...] = ()
-    tokenwise: tuple[str, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
     with_residual: tuple[str, ...] = ()
     problem: str = ""
     problem_in_stages: str = ""
-    layers: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
     on_slices: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
+    mixtures: tuple[str, ...] = ()
+
+    @property
+    def tokenwise(self) -> tuple[str, ...]:
+        """The modules after the layers that process each token alone, of all stretches."""
+        return tuple(name for stretch in self.stretches for name in stretch.tokenwise)
 
 
 class Traces:

@@ -29,6 +29,8 @@ class Cut:
         carried: what layers read beside their hidden state: of what runs before the first layer, or of earlier layers. It
             crosses every cut between where it is made and the last layer that reads it.
         blank: parameters of modules around the layers that are used before the first one. Later stages get zeros instead.
+        passes: how often a microbatch goes through all ranks. Above 1, a rank has one model, which is that of all its stages.
+        canvas: see :class:`~meshwright.plan.given.cut_points.StageFacts`.
     """
 
     body: str
@@ -43,3 +45,5 @@ class Cut:
     idle: tuple[str, ...] = ()
     carried: tuple[Carried, ...] = ()
     blank: tuple[str, ...] = ()
+    passes: int = 1
+    canvas: tuple[int, int] | None = None

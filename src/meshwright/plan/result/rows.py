@@ -212,6 +212,8 @@ class ExpertsRow:
         local: number of experts on each rank of `ep`.
         token_axis: axis whose ranks have the same tokens, so that each sends only its share; empty: there is none.
         features: number of features of a token that enters it.
+        slice_axis: axis whose ranks have different slices of each sequence where its router runs, though other modules see them
+            all; empty: there is none.
     """
 
     module: str
@@ -222,6 +224,7 @@ class ExpertsRow:
     local: int
     token_axis: str = ""
     features: int = 0
+    slice_axis: str = ""
 
     @property
     def name(self) -> str:

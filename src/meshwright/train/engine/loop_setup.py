@@ -229,10 +229,10 @@ def fill_from(given: "PreTrainedModel") -> "Callable[[RankSetup, nn.Module, torc
         from meshwright.models.adapters.adapt import initialize_adapters, without_adapters
         from meshwright.models.added_modules import initialize_added, without_added
         from meshwright.models.weights.initial_values import initialize_buffers
-        from meshwright.plan.axes.pipeline.stage_plan import elsewhere, stages_of_rank
+        from meshwright.plan.axes.pipeline.stage_plan import elsewhere, parts_of_rank
 
-        stages, adapter = stages_of_rank(run.plan, run.mesh.rank("pp")), run.config.adapter
-        for part, stage in zip(models_of(model), stages, strict=True):
+        parts, adapter = parts_of_rank(run.plan, run.mesh.rank("pp")), run.config.adapter
+        for part, stages in zip(models_of(model), parts, strict=True):
             seed = run.config.training.seed
             with without_added(part):
                 trained = {name for name, parameter in part.named_parameters() if parameter.requires_grad}
@@ -242,7 +242,7 @@ def fill_from(given: "PreTrainedModel") -> "Callable[[RankSetup, nn.Module, torc
                 if adapter is not None:
                     for name, parameter in part.named_parameters():
                         parameter.requires_grad_(name in trained)
-                    initialize_adapters(part, device, seed, adapter.path, elsewhere(run.plan, [stage]))
+                    initialize_adapters(part, device, seed, adapter.path, elsewhere(run.plan, stages))
             initialize_added(part, device, seed)
 
     return fill

@@ -41,7 +41,7 @@ class Pipelined(Runner):
 
         def work(batch: Batch) -> Work:
             around = partial(self.training, batch)
-            return Work(forward_arguments(batch), lambda model: self.loss(model, batch, counts, sums), around)
+            return Work(self.objective.stage_arguments(batch), lambda model: self.loss(model, batch, counts, sums), around)
 
         self.stages.forward_backward([work(batch) for batch in batches])
         # Only the last stage knows the loss, and each stage its own routers.
@@ -57,7 +57,7 @@ class Pipelined(Runner):
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
         """See :class:`Runner`."""
         work = (
-            Work(forward_arguments(batch), partial(self.evaluated, batch=batch), partial(self.replayed, batch))
+            Work(self.objective.stage_arguments(batch), partial(self.evaluated, batch=batch), partial(self.replayed, batch))
             for batch in self.prepared(batches)
         )
         return self.stages.evaluate(work, self.size_of_evaluation)

@@ -41,7 +41,7 @@ from meshwright.plan.given.spec import ExpertsRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["trace_stages"]
+__all__ = ["StageTracer", "stage_positions", "trace_stages"]
 
 _BEFORE = -1
 """Where a tensor comes from if parameters outside of the layers were used for it before the first layer."""
@@ -55,12 +55,11 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
-    # A number of rows that divides no size, too: otherwise features would look like rows.
-    positions = meta_positions(length := prime_length(model), rows=prime_length(model, above=length))
-    found, why = traced(model, experts, partial(_StageTracer, model, layers), positions=positions)
+    positions = stage_positions(model)
+    found, why = traced(model, experts, partial(StageTracer, model, layers), positions=positions)
     if found is not None and len(found.layers) < len(layers):  # those of an image tower, or that read images, do not run
         running = list(dict.fromkeys(layer.name for layer in found.layers))
-        found, why = traced(model, experts, partial(_StageTracer, model, running), positions=positions)
+        found, why = traced(model, experts, partial(StageTracer, model, running), positions=positions)
     if found is None:
         return StageFacts(problems=(Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     facts = found.facts()
@@ -69,7 +68,12 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
     return replace(facts, problems=problems_of_halves(model, facts, experts))
 
 
-class _StageTracer(Tracer):
+def stage_positions(model: nn.Module) -> torch.Tensor:
+    """Return positions of which neither the rows nor the tokens divide a size: otherwise features would look like them."""
+    return meta_positions(length := prime_length(model), rows=prime_length(model, above=length))
+
+
+class StageTracer(Tracer):
     """Follows what each tensor was computed from, and records how layers are called."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], inputs: Inputs) -> None:

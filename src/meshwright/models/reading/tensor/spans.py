@@ -113,17 +113,24 @@ class SpanTracer(StreamTracer):
 
     Args:
         model: the model.
-        layers: names of its layers, in the order in which they run.
+        stacks: see :class:`~meshwright.models.reading.tensor.stream.StreamTracer`.
         way: the modules that need the whole sequence as they are, and the spans.
         inputs: what it is called with.
-        joins: see :class:`~meshwright.models.reading.tensor.stream.StreamTracer`.
+        joins: so too.
         cut: so too.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[str], way: Way, inputs: Inputs, *, joins: bool = False, cut: bool = False
+        self,
+        model: nn.Module,
+        stacks: Sequence[Sequence[str]],
+        way: Way,
+        inputs: Inputs,
+        *,
+        joins: bool = False,
+        cut: bool = False,
     ) -> None:
-        super().__init__(model, layers, way.regions, inputs, joins=joins, cut=cut)
+        super().__init__(model, stacks, way.regions, inputs, joins=joins, cut=cut)
         self.spans = way.spans
         self.begins = {name: index for index, span in enumerate(self.spans) for name in span.entries}
         self.ends = {span.exit: index for index, span in enumerate(self.spans)}

@@ -1,6 +1,7 @@
 """Follows the residual stream of a model as sequence parallel would slice it, through one forward without values."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from meshwright.models.reading.token_dimension import TokenDimension
 from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, prime_length, tensors_in
 from meshwright.plan.given.hidden_argument import first_of, hidden_argument, value_of, with_argument, with_first
 from meshwright.plan.given.names import within
-from meshwright.plan.given.traces import RegionFacts
+from meshwright.plan.given.traces import RegionFacts, Stretch
 
 __all__ = ["SEQUENCE", "StreamTracer"]
 
@@ -25,9 +26,10 @@ class StreamTracer(Tracer):
 
     Args:
         model: the model.
-        layers: names of its layers, in the order in which they run.
+        stacks: names of its layers, in the order in which they run: those of each part of the stream that is sliced.
         regions: names of its regions.
         inputs: what it is called with.
+        mixtures: names of its mixtures that may take tokens of the stream as [rows x positions, features].
         joins: whether the last layer gives the whole sequence to what follows, and not the norm after it.
         cut: whether the sequence stays sliced after the layers, as on a stage before the last one.
     """
@@ -35,16 +37,22 @@ class StreamTracer(Tracer):
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[str],
+        stacks: Sequence[Sequence[str]],
         regions: Sequence[str],
         inputs: Inputs,
         *,
+        mixtures: Collection[str] = (),
         joins: bool = False,
         cut: bool = False,
     ) -> None:
         super().__init__(inputs)
-        self.layers, self.regions, self.joins, self.cut = layers, regions, joins, cut
+        self.stacks, self.regions, self.joins, self.cut = stacks, regions, joins, cut
+        self.layers = tuple(chain.from_iterable(stacks))
+        self.firsts = {layers[0]: number for number, layers in enumerate(stacks)}
+        self.lasts = {layers[-1] for layers in stacks}
+        self.mixtures, self.on_stream = mixtures, dict[str, None]()
         self.ended = False
+        self.running = 0
         self.flat: dict[str, None] = {}
         self.whole = inputs.positions.shape[1]
         self.part = prime_length(model, above=self.whole)  # no rank has so many tokens, but it is another prime
@@ -52,9 +60,9 @@ class StreamTracer(Tracer):
         self.problems = Problems()
         self.with_residual: dict[str, None] = {}
         self.after = {name for name, module in model.named_modules() if self._is_after(name, module)}
-        self.ran: list[str] = []
+        self.ran: list[dict[str, None]] = [{} for _ in stacks]
         self.region = ""
-        self._early: set[str] = set()
+        self._on_whole: set[str] = set()
         self._parameters, self._inputs, self._products, self._made = Labels(), Labels(), Labels(), Labels()
         self._parameters.put(inputs.tensors.values())
 
@@ -65,16 +73,16 @@ class StreamTracer(Tracer):
 
     def facts(self) -> RegionFacts:
         """Return what was read."""
-        if not self.problems and not self.ran and not self.joins:
+        if not self.problems and not all(self.ran) and not self.joins:
             self.problems.add("sp.stream", "no norm after its layers gives the whole sequence to the head")
         problem = self.problems[0] if self.problems else ""
         return RegionFacts(
             tuple(self.regions),
-            tuple(self.ran),
+            tuple(Stretch(tuple(layers), tuple(ran)) for layers, ran in zip(self.stacks, self.ran, strict=True)),
             tuple(self.with_residual),
             problem,
-            layers=tuple(self.layers),
             flat=tuple(self.flat),
+            mixtures=tuple(self.on_stream),
         )
 
     def refuse(self, why: str) -> None:
@@ -85,8 +93,11 @@ class StreamTracer(Tracer):
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Slice the sequence before the first layer, and give all of it to regions."""
-        if name == self.layers[0]:
+        if name in self.firsts:
+            self.running, self.ended = self.firsts[name], False
             return self.moved(module, args, kwargs, self.whole, self.part, name)[:2]
+        if name in self.mixtures and not self.region:
+            self._take_tokens(name, args, kwargs)
         if name not in self.regions:
             return None
         args, kwargs, moved = self.moved(module, args, kwargs, self.part, self.whole, name)
@@ -99,7 +110,7 @@ class StreamTracer(Tracer):
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Slice what regions return, and give the whole sequence to what follows the last norm."""
-        if name == self.layers[-1]:
+        if name in self.lasts:
             self.ended = True
             if self.joins and not self.cut:
                 output = self._joined(name, output)
@@ -124,6 +135,14 @@ class StreamTracer(Tracer):
         moved = self.resized(value_of(argument, args, kwargs, name), before, after, name)
         return *with_argument(argument, args, kwargs, lambda _: moved, name), moved
 
+    def _take_tokens(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note a mixture that takes tokens of the stream, with what its router made of the same tokens."""
+        given = tensors_in((args, kwargs))
+        if any(tensor.ndim != 2 or tensor.shape[0] != self.part for tensor in given):  # the trace has one row
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in given)
+            raise ValueError(f"{name!r} takes {shapes}, and not [tokens, ...] of a slice")
+        self.on_stream[name] = None
+
     def _joined(self, name: str, output: Any) -> Any:
         hidden = first_of(output)
         return with_first(output, self.resized(hidden, self.part, self.whole, name))
@@ -143,13 +162,14 @@ class StreamTracer(Tracer):
     def _normed(self, name: str, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or output.ndim < 2:
             return output
-        if output.shape[SEQUENCE] == self.whole and not self.ran:
-            self._early.add(name)
+        if output.shape[SEQUENCE] == self.whole:
+            self._on_whole.add(name)
+        elif output.shape[SEQUENCE] == self.part:
+            self.ran[self.running][name] = None
+        if name in self._on_whole and any(name in ran for ran in self.ran):
+            self.refuse(f"{name!r} runs on slices of the sequence and on all of it")
         if output.shape[SEQUENCE] != self.part:
             return output
-        if name in self._early:
-            self.refuse(f"{name!r} runs before the layers and after them")
-        self.ran.append(name)
         return output if self.cut else self.resized(output, self.part, self.whole, name)
 
     # -- operators ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """What the bytes of FSDP units decide (sync policies, gathers in backward), and the actions that wrap the units."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.errors import Problems
+from meshwright.errors import Problems, Refusal
 from meshwright.plan.axes.data.twin_stacks import twin_parameters
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, GradientReduction, SyncPolicy
@@ -43,7 +43,20 @@ def complete_units(draft: Draft) -> Found[dict[str, UnitRow]]:
         )
         for name, unit in draft.units.items()
     }
-    return Found(units, _dtype_problems(units.values(), rows))
+    return Found(units, Problems([*_dtype_problems(units.values(), rows), *_problems_of_passes(draft, policies)]))
+
+
+def _problems_of_passes(draft: Draft, policies: Mapping[str, SyncPolicy]) -> Iterator[Refusal]:
+    """Yield a problem where a stage has several backwards in a microbatch, and units gather or reduce in each of them."""
+    cut, layout = draft.stages.cut, draft.layout
+    waiting = [name for name, policy in policies.items() if policy is not SyncPolicy.DEFER]
+    if cut is not None and cut.passes > 1 and waiting and max(layout.size("dp_shard_cp"), layout.size("dp_replicate")) > 1:
+        yield Refusal(
+            "pp.twice",
+            f"pp={layout.size('pp')}: unit {waiting[0] or '(root)'!r} has sync={policies[waiting[0]]}, and each of "
+            f"{cut.passes} passes through the stages has a backward of its own, whose collectives are not planned; legal is "
+            "sync=defer, for all units",
+        )
 
 
 def _affordable_policies(draft: Draft) -> dict[str, SyncPolicy]:

@@ -1,12 +1,12 @@
 """The order of a pipeline schedule, replayed in time: how long ranks wait, and how many microbatches are alive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
 from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp, awaited, order_of
-from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, first_trained
+from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, first_trained, passes_of
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -193,25 +193,31 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0
     pp = plan.layout.size("pp")
     again = sum(unit.activation_checkpointing is ActivationCheckpointing.FULL for unit in plan.units if unit.kind == "layer")
     cost = _cost_of_turns(
-        [1 / stages if even else row.cost for row in plan.stages], again / max(1, len(plan.layers)), first_trained(plan)
+        [1 / stages if even else row.cost for row in plan.stages],
+        again / max(1, len(plan.layers)),
+        {*range(first_trained(plan)), *range(pp, (passes_of(plan) - 1) * pp)},
+        first_trained(plan),
     )
     walk = _walk_of(options.pipeline_schedule, pp, stages // pp, options.microbatches // options.runs_per_step)
     return walk.run(cost, message, asked_late=options.pipeline_schedule.single)
 
 
-def _cost_of_turns(of_stages: Sequence[float], recomputed: float, first: int) -> Callable[[ScheduledOp], float]:
+def _cost_of_turns(
+    of_stages: Sequence[float], recomputed: float, forward_only: Collection[int] = (), first: int = 0
+) -> Callable[[ScheduledOp], float]:
     """Return the duration of a turn.
 
     Args:
         of_stages: a forward of each stage.
         recomputed: the share of forward that backward does again.
+        forward_only: stages without a gradient: those before `first`, and of passes between the first and the last one.
         first: the first stage with a trained parameter.
     """
     parts = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2 + recomputed, Phase.INPUT: 1.0, Phase.WEIGHT: 1.0}
 
     def cost(turn: ScheduledOp) -> float:
         part = parts[turn.phase]
-        if turn.phase is not Phase.FORWARD and turn.stage < first:
+        if turn.phase is not Phase.FORWARD and turn.stage in forward_only:
             part = 0.0
         elif turn.stage == first and turn.phase in (Phase.INPUT, Phase.WEIGHT):
             part = 0.0 if turn.phase is Phase.INPUT else parts[Phase.BACKWARD]
@@ -231,7 +237,7 @@ def even_replay(schedule: PipelineSchedule, pp: int, each: int, microbatches: in
         microbatches: number of microbatches in a run.
         recomputed: the share of forward that backward does again.
     """
-    cost = _cost_of_turns([1 / (pp * each)] * (pp * each), recomputed, 0)
+    cost = _cost_of_turns([1 / (pp * each)] * (pp * each), recomputed)
     return _walk_of(schedule, pp, each, microbatches).run(cost, 0.0, asked_late=schedule.single)
 
 

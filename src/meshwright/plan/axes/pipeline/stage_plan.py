@@ -6,12 +6,11 @@ sequence at a cut, tied weights, dtypes, decay) is decided once.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache, lru_cache
-from itertools import accumulate
-from math import inf, prod
+from collections.abc import Collection
+from math import prod
 
 from meshwright.errors import Problems, coded, number_of
+from meshwright.plan.axes.pipeline.where_to_cut import costs_of_layers, least_cuts
 from meshwright.plan.draft import Draft, Found, Stages
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.given.cut_points import StageFacts, entering_shape
@@ -27,6 +26,8 @@ __all__ = [
     "crossing_shape",
     "elsewhere",
     "first_trained",
+    "parts_of_rank",
+    "passes_of",
     "pipeline_counts",
     "pipeline_messages",
     "resolve_stages",
@@ -51,6 +52,8 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
         facts.idle,
         facts.carried,
         facts.blank,
+        facts.passes,
+        facts.canvas,
     )
 
 
@@ -63,9 +66,6 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
                 problems.add("pp.option", f"{name}={chosen}: needs pp > 1; the legal value is {legal or 'none'}")
         return Found(none, problems)
-    if draft.spec.twins:
-        problems.add("pp.twice", f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
-        return Found(none, problems)
     facts = draft.model.traces.stages(draft.layers)
     if facts is None:
         problems.add("pp.unknown", f"pp={pp}: where {draft.spec.family} can be cut is unknown (traces of its ParallelSpec)")
@@ -73,6 +73,11 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
     if facts.problems:
         around = (f"pp={pp}: {draft.spec.family}: ", "; the legal value of pp is 1")
         problems.extend(coded(problem, "pp.cut").within(*around) for problem in facts.problems)
+        return Found(none, problems)
+    if facts.passes > 1:
+        return _several_passes(draft, facts)
+    if draft.spec.twins:
+        problems.add("pp.twice", f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
         return Found(none, problems)
     problems.extend(_sliced_problems(draft, facts))
     schedule = options.pipeline_schedule
@@ -105,8 +110,8 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
         )
     if draft.problems or problems:
         return Found(none, problems)
-    costs, sizes = _costs(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
-    begins = (0, *(cuts or _least(tuple(costs), tuple(sizes), count, legal)))
+    costs, sizes = costs_of_layers(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
+    begins = (0, *(cuts or least_cuts(tuple(costs), tuple(sizes), count, legal)))
     total = sum(costs)
     rows = tuple(
         StageRow(index, _rank_of(index, pp, schedule), tuple(layers[begin:end]), sum(costs[begin:end]) / total)
@@ -136,6 +141,54 @@ def _sliced_problems(draft: Draft, facts: StageFacts) -> Problems:
             "hidden state, and whether that is sliced too is not known; legal are sequence_parallel=False, and pp=1",
         )
     return problems
+
+
+def _several_passes(draft: Draft, facts: StageFacts) -> Found[Stages]:
+    """Choose the stages of stacks that share their layers: a rank has one stage in each pass, with the same parameters."""
+    options, pp, passes, problems = draft.options, draft.layout.size("pp"), facts.passes, Problems()
+    layers = [layer.name for layer in facts.layers]
+    numbers = len(layers) // 2
+    if options.pipeline_schedule is not PipelineSchedule.INTERLEAVED:
+        problems.add(
+            "pp.twice",
+            f"pipeline_schedule={options.pipeline_schedule}: the stacks of {draft.spec.family} run {passes} times in all, so "
+            f"each rank has {passes} stages; legal is {PipelineSchedule.INTERLEAVED}",
+        )
+    if options.stages_per_rank not in (None, passes):
+        problems.add(
+            "pp.stages_per_rank",
+            f"stages_per_rank={options.stages_per_rank}: each rank has a stage in each of {passes} passes; legal is {passes}",
+        )
+    if options.pipeline_cuts:
+        problems.add(
+            "pp.cuts", f"pipeline_cuts={list(options.pipeline_cuts)}: stacks that share layers are cut evenly; legal is none"
+        )
+    if pp > numbers:
+        problems.add("pp.layers", f"pp={pp}: {number_of(numbers, 'layer')} make at most {number_of(numbers, 'stage')}")
+    if not problems:
+        problems.extend(_schedule_problems(options, pp, passes))
+    if draft.problems or problems:
+        return Found(Stages(), problems)
+    costs, sizes = costs_of_layers(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
+    legal = tuple(index for index in range(1, len(layers)) if index not in facts.uncut)
+    begins = (0, *least_cuts(tuple(costs), tuple(sizes), pp, legal))
+    ends, total = (*begins[1:], len(layers)), sum(costs) * passes
+    rows = [
+        StageRow(number * pp + rank, rank, tuple(layers[begin + min(number, 1) : end : 2]), sum(costs[begin:end]) / total)
+        for number in range(passes)
+        for rank, (begin, end) in enumerate(zip(begins, ends, strict=True))
+    ]
+    place = {layer: row.rank for row in rows for layer in row.layers}
+    holding = {}
+    for parameter in draft.parameters:
+        sides = facts.used.get(parameter.name)
+        places = (
+            [place[nearest(parameter.name, place)]]
+            if sides is None
+            else [0 if side == "first" else len(rows) - 1 for side in sides]
+        )
+        holding[parameter.name] = tuple(places)
+    return Found(Stages(tuple(rows), cut_of(facts, 0, len(layers)), holding), problems)
 
 
 def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
@@ -180,67 +233,17 @@ def _schedule_problems(options: ParallelOptions, pp: int, each: int) -> Problems
     return problems
 
 
-# -- where to cut ------------------------------------------------------------------------------------------------------------
-
-
-def _costs(
-    draft: Draft, layers: Sequence[str], used: Mapping[str, tuple[str, ...]], mixtures: Mapping[str, int]
-) -> tuple[list[float], list[int]]:
-    """Return for each layer the multiply-adds of a token and the elements; embedding and head count for first and last."""
-    costs, sizes = [0.0] * len(layers), [0] * len(layers)
-    place = {name: index for index, name in enumerate(layers)}
-    for row in draft.parameters:
-        inside = place.get(nearest(row.name, place))
-        elements = prod(row.shape)
-        active = float(elements if len(row.shape) > 1 else 0)
-        if draft.options.experts_of_token and (experts := mixtures.get(nearest(row.name, mixtures))):
-            active *= min(1.0, draft.options.experts_of_token / experts)
-        if inside is not None:
-            costs[inside] += active
-            sizes[inside] += elements
-            continue
-        if "first" in used[row.name]:
-            sizes[0] += elements
-        if "last" in used[row.name]:
-            costs[-1] += active
-            sizes[-1] += elements
-    return costs, sizes
-
-
-@lru_cache(maxsize=256)  # many layouts of a model have the same stages
-def _least(costs: tuple[float, ...], sizes: tuple[int, ...], stages: int, legal: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements.
-
-    Args:
-        costs: the cost of each layer.
-        sizes: its elements.
-        stages: number of stages.
-        legal: the layers before which the model can be cut.
-    """
-    count = len(costs)
-    cost_before, size_before = list(accumulate(costs, initial=0.0)), list(accumulate(sizes, initial=0))
-
-    @cache
-    def best(begin: int, left: int) -> tuple[tuple[float, int], tuple[int, ...]]:
-        if left == 1:
-            return (cost_before[-1] - cost_before[begin], size_before[-1] - size_before[begin]), ()
-        options = []
-        for end in (index for index in legal if begin < index < count - left + 2):
-            (cost, size), cuts = best(end, left - 1)
-            own = cost_before[end] - cost_before[begin], size_before[end] - size_before[begin]
-            largest = (max(cost, own[0]), max(size, own[1]))
-            options.append((largest, (end, *cuts)))
-        return min(options, default=((inf, 0), ()))
-
-    return best(0, stages)[1]
-
-
 # -- what a stage has --------------------------------------------------------------------------------------------------------
 
 
 def crossing_bytes(plan: ShardingPlan, stage: int) -> int:
     """Return the bytes that enter a stage, in a microbatch of ``options.tokens`` tokens."""
-    tokens = (plan.options.tokens or 0) * plan.layout.size("cp")
+    tokens, pp = (plan.options.tokens or 0) * plan.layout.size("cp"), plan.layout.size("pp")
+    cut = next(action for action in plan.program if isinstance(action, Cut))
+    if cut.passes > 1 and stage == pp:  # nothing but a number goes from the first pass to the second
+        return itemsize(crossing_dtype(plan))
+    if cut.passes > 1 and stage > pp and cut.canvas is not None:
+        tokens = tokens * cut.canvas[0] // cut.canvas[1]
     return prod(crossing_shape(plan, stage, 1, tokens)) * itemsize(crossing_dtype(plan))
 
 
@@ -300,6 +303,17 @@ def pipeline_messages(plan: ShardingPlan, rank: int) -> tuple[int, int | None]:
 def pipeline_counts(plan: ShardingPlan, rank: int) -> Counter[str]:
     """Return the messages and collectives over `pp` of one optimizer step on a rank of `pp`, by kind."""
     return Counter({"send": pipeline_messages(plan, rank)[0], "all_reduce": 1} if plan.stages else {})
+
+
+def passes_of(plan: ShardingPlan) -> int:
+    """Return how often a microbatch goes through all ranks of `pp`."""
+    return next((action.passes for action in plan.program if isinstance(action, Cut)), 1)
+
+
+def parts_of_rank(plan: ShardingPlan, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of a rank, those together that one model runs."""
+    own = stages_of_rank(plan, rank)
+    return (own,) if passes_of(plan) > 1 else tuple((stage,) for stage in own)
 
 
 def stages_of_rank(plan: ShardingPlan, rank: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from meshwright.plan.axes.data.prefetch import prefetch_actions
 from meshwright.plan.axes.data.units import gathered_in_backward
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, first_trained
 from meshwright.plan.given.names import nearest
-from meshwright.plan.result.program import Action, Cut, Freeze, Pack, Prefetch, Slice, Wrap
+from meshwright.plan.result.program import Action, Cut, Freeze, JoinTwins, Pack, PartTwins, Prefetch, Slice, Wrap
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
 
 __all__ = ["on_stages", "rows_on_stages"]
@@ -80,15 +80,21 @@ def _with_program(plan: ShardingPlan, part: ShardingPlan, stages: Collection[int
 
     def of(action: Action) -> Iterable[Action]:
         if isinstance(action, Cut):
-            if len(stages) == 1:
-                own = plan.stages[next(iter(stages))].layers
-                begin = [name for name, *_ in cut.order].index(own[0])
+            if len(stages) == 1 or cut.passes > 1:
+                own = {layer for stage in stages for layer in plan.stages[stage].layers}
+                begin = min(index for index, (name, *_) in enumerate(cut.order) if name in own)
                 yield replace(cut, begin=begin, end=begin + len(own))
         elif isinstance(action, Slice | Pack):
             if set(action.names) & names:
                 yield action
         elif isinstance(action, Freeze):
             yield replace(action, parameters=tuple(name for name in action.parameters if name in names))
+        elif isinstance(action, PartTwins | JoinTwins):
+            own_pairs = tuple(pair for pair in action.parameters if pair[0] in names)
+            if isinstance(action, JoinTwins):
+                yield replace(action, parameters=own_pairs, units=tuple(pair for pair in action.units if pair[0] in kept))
+            else:
+                yield replace(action, parameters=own_pairs)
         elif isinstance(action, Wrap):
             if action.unit in kept:
                 yield replace(action, row=kept[action.unit], dims=tuple(pair for pair in action.dims if pair[0] in names))

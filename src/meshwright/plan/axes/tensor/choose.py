@@ -78,28 +78,33 @@ def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorPara
                 "legal are colwise_gather_output and no style",
             )
     rows: dict[str, TensorParallelRow] = {}
+    on_slices: tuple[str, ...] = ()
     adapter_styles: dict[str, str] = {}
     if not (draft.problems or problems):
         known, facts = _structure(draft)
-        rows, adapter_styles, found = module_rows(SlicedModel(draft, known, assigned, facts), traced=level == "derived")
+        model = SlicedModel(draft, known, assigned, facts)
+        rows, adapter_styles, found = module_rows(model, traced=level == "derived")
         problems += found
+        on_slices = model.on_slices
     problems += [undivided("tp", tp, count, noun) for noun, count in structure.divisible if count % tp]
     parameter_styles = {**assigned.parameters, **adapter_styles}
     problems += _slice_problems(draft, parameter_styles)
     stream = widths.stream_width(draft)
     measured = tuple(replace(row, features=widths.module_widths(draft, row.module, stream)) for row in rows.values())
     left_whole = assigned.left_whole.items()
-    return Found(TensorParallel(level, (*passed_over, *left_whole), measured, parameter_styles, draft.pairs), problems)
+    sliced = TensorParallel(level, (*passed_over, *left_whole), measured, parameter_styles, draft.pairs, on_slices)
+    return Found(sliced, problems)
 
 
 def _structure(draft: Draft) -> tuple[Structure, RegionFacts | None]:
-    """Return the inside of the layers: if sequence parallel needs regions that the spec does not name, those of a trace.
+    """Return the inside of the layers: if sequence parallel needs more than the spec says of regions, those of a trace.
 
     Returns:
         It, and what the trace found; ``None``: the spec names the regions, or none are needed.
     """
     known = draft.structure
-    asked = draft.options.sequence_parallel and not known.regions and not known.no_sequence_parallel
+    lacking = not known.regions or known.stream_traced
+    asked = draft.options.sequence_parallel and lacking and not known.no_sequence_parallel
     found = draft.model.traces.regions(draft.layers) if asked and draft.layers else None
     if found is None:
         return known, None

@@ -10,6 +10,11 @@ of its rowwise matrix. In a whole region the matrices keep their own moves.
 | partial | experts: the output is a sum over ranks      | `enter`, `leave` | `gather_sequence`, `scatter_sequence`     |
 | whole   | every rank computes the same                 |                  | `gather_sequence_whole`, `split_sequence` |
 
+A router and experts that a layer calls itself are in no region. Under sequence parallel the router chooses for the tokens of a
+slice, so each of its parameters has a part of its gradient on each rank. Sliced experts take the tokens of all slices with
+their routing (`gather_tokens`, `scatter_sequence`); experts that `ep` distributes take those of the slice, which the rank
+sends.
+
 Sequence parallel (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between regions, each rank has its own slice of
 the sequence, so that norms and residuals are computed, and their activations stored, only once.
 """
@@ -82,8 +87,10 @@ def _sequence_problems(model: SlicedModel) -> Iterable[Refusal]:
     elif not model.traced and (not structure.regions or not model.draft.matched(structure.tokenwise)):
         text = f"the spec of {family} does not say which modules need the whole sequence (ParallelSpec.structure)"
         why = Refusal("sp.structure", text)
-    elif len({holder_of(name) for name in model.stream}) != 1:
+    elif any(len({holder_of(name) for name in stretch.layers}) != 1 for stretch in model.stretches):
         why = Refusal("sp.stacks", f"{family} has more than one stack of layers")
+    elif whole := [name for name in model.on_slices if not model.takes_slices(name)]:
+        why = Refusal("sp.module", f"{whole[0]!r} takes slices of the stream, and neither tp slices it nor ep distributes it")
     else:
         yield from misfits(model.spans, model.styles.modules)
         return
@@ -158,6 +165,9 @@ def _style_rows(model: SlicedModel, name: str, style: str) -> tuple[list[TensorP
     """Return the row of a module with a style, or those of a matrix and its adapter, and the styles of the adapter."""
     facts, declared, region = model.draft.model, STYLES.get(style) or DERIVED[style], model.region_around(name)
     entry, exit_ = declared.entry, declared.exit
+    flat = any(span.flat and name in (*span.entries, span.exit) for span in model.spans)
+    if name in model.on_slices:
+        entry, exit_, flat = Move.GATHER_TOKENS, Move.SCATTER_SEQUENCE, True
     if region in ("split", "partial"):
         entry = Move.NONE if entry is Move.ENTER else entry
         if exit_ is Move.LEAVE:
@@ -170,7 +180,6 @@ def _style_rows(model: SlicedModel, name: str, style: str) -> tuple[list[TensorP
     if name in facts.adapters:
         rows, adapter_styles, found = adapted_rows(facts, model.tp, name, style, entry, exit_, parts)
         return rows, adapter_styles, Problems([*problems, *found])
-    flat = any(span.flat and name in (*span.entries, span.exit) for span in model.spans)
     return [TensorParallelRow(name, style, entry, exit_, _sums(model, name, style, exit_), parts, flat=flat)], {}, problems
 
 
@@ -232,16 +241,19 @@ def _sequence_rows(model: SlicedModel, known: Rows) -> tuple[Rows, Problems]:
         return tuple(own for own in model.own(name) if on_slices is None or f"{name}.{own}" in on_slices)
 
     rows = {layer: TensorParallelRow(layer, "stack", sums=own) for layer in model.stream if (own := sums(layer))}
-    first, final = model.stream[0], model.stream[-1]
-    rows[first] = TensorParallelRow(first, "stack", Move.SPLIT_SEQUENCE, sums=sums(first))
-    on_stream = [name for layer in model.stream for name in facts.inside(layer) if not within(name, model.regions)]
-    after = model.draft.matched(model.structure.tokenwise)
-    if not after:
-        last_row = rows.get(final, TensorParallelRow(final, "stack"))
-        rows[final] = replace(last_row, exit=Move.GATHER_SEQUENCE_WHOLE)
+    apart = (*model.regions, *model.on_slices)
+    on_stream = [name for layer in model.stream for name in facts.inside(layer) if not within(name, apart)]
+    after = [name for stretch in model.stretches for name in stretch.tokenwise]
+    for stretch in model.stretches:
+        first, final = stretch.layers[0], stretch.layers[-1]
+        rows[first] = TensorParallelRow(first, "stack", Move.SPLIT_SEQUENCE, sums=sums(first))
+        if not stretch.tokenwise:
+            last_row = rows.get(final, TensorParallelRow(final, "stack"))
+            rows[final] = replace(last_row, exit=Move.GATHER_SEQUENCE_WHOLE)
+    lasts = {stretch.tokenwise[-1] for stretch in model.stretches if stretch.tokenwise}
     for name in [*on_stream, *after]:
         # After the last norm the hidden state is whole again, for the head and for everything else that uses it.
-        last, own = name in after[-1:], model.own(name) if name in after else sums(name)
+        last, own = name in lasts, model.own(name) if name in after else sums(name)
         if not own and not last:
             continue
         if name in known and name not in model.styles.modules:  # it begins a region, and hands out a bias that is added later

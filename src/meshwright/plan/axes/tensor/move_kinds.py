@@ -50,6 +50,10 @@ class Move(StrEnum):
     GATHER_SEQUENCE = "gather_sequence"
     """Forward: slices of the sequence are all-gathered. Backward: the partial sums of the gradient are reduce-scattered."""
 
+    GATHER_TOKENS = "gather_tokens"
+    """For experts: the tokens of all slices, rank by rank. Forward: hidden states, the numbers of chosen experts and their
+    weights are all-gathered. Backward: the partial sums of the gradients of hidden states and weights are reduce-scattered."""
+
     GATHER_SEQUENCE_WHOLE = "gather_sequence_whole"
     """Forward: slices of the sequence are all-gathered. Backward: each rank keeps its slice of the gradient, which is whole."""
 

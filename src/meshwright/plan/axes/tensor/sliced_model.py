@@ -9,7 +9,7 @@ from meshwright.plan.axes.tensor.styles import FIRST, HEAD, SECOND
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.names import inside, within
 from meshwright.plan.given.spec import Structure
-from meshwright.plan.given.traces import RegionFacts, Span
+from meshwright.plan.given.traces import RegionFacts, Span, Stretch
 
 __all__ = ["SlicedModel"]
 
@@ -46,9 +46,21 @@ class SlicedModel:
         return self.draft.matched(self.draft.spec.layers)
 
     @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The parts of the stream that are sliced, each from its first layer to what follows its last."""
+        if self.traced:
+            return self.traced.stretches
+        return (Stretch(tuple(self.layers), tuple(self.draft.matched(self.structure.tokenwise))),)
+
+    @cached_property
     def stream(self) -> list[str]:
-        """Names of the layers that run, in this order: the sequence is sliced from the first to the last."""
-        return [*self.traced.layers] if self.traced else self.layers
+        """Names of the layers that run, in this order: the sequence is sliced in all of them."""
+        return [name for stretch in self.stretches for name in stretch.layers]
+
+    @cached_property
+    def on_slices(self) -> tuple[str, ...]:
+        """Names of the mixtures that take tokens of a slice of the sequence, and their routing."""
+        return self.traced.mixtures if self.traced and self.sequence else ()
 
     @cached_property
     def spans(self) -> dict[Span, str]:
@@ -60,6 +72,11 @@ class SlicedModel:
     def regions(self) -> dict[str, str]:
         """The kind of each region, by name: ``split``, ``partial`` or ``whole``."""
         return {region: self._kind(region) for region in self.draft.matched(self.structure.regions)}
+
+    def takes_slices(self, mixture: str) -> bool:
+        """Return whether a mixture can compute tokens of slices: its features are sliced over `tp`, or `ep` has its experts."""
+        sliced = self.styles.modules.get(mixture) == "moe_tp_experts" and mixture not in self.draft.model.adapters
+        return sliced or self.draft.layout.ep > 1
 
     @cached_property
     def logits_can_stay_sharded(self) -> bool:

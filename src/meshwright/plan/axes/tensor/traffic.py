@@ -15,6 +15,7 @@ MOVED = {
     Move.SPLIT_FEATURES: (None, "all_gather"),
     Move.EXCHANGE_FEATURES: ("all_to_all", "all_to_all"),
     Move.GATHER_SEQUENCE: ("all_gather", "reduce_scatter"),
+    Move.GATHER_TOKENS: ("all_gather", "reduce_scatter"),
     Move.GATHER_SEQUENCE_WHOLE: ("all_gather", None),
     Move.SPLIT_SEQUENCE: (None, "all_gather"),
     Move.SCATTER_SEQUENCE: ("reduce_scatter", "all_gather"),
@@ -40,6 +41,7 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
             forward, backward = MOVED.get(move, (None, None))
             counts[forward or ""] += times * forwards
             counts[backward or ""] += times * backwards
+        counts["all_gather"] += forwards if row.entry is Move.GATHER_TOKENS else 0  # the numbers of the chosen experts
         counts["all_reduce"] += forwards if row.style == "dora_columns" else 0  # the norms of rows
         counts["all_reduce"] += chunks * (len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0))
     return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if kind and count})
@@ -68,6 +70,8 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
             for kind, times in zip(MOVED.get(move, (None, None)), runs, strict=True):
                 if kind is not None:
                     sizes[kind] += times * tokens * width * compute // share
+        if row.entry is Move.GATHER_TOKENS:
+            sizes["all_gather"] += runs[0] * tokens * weights * itemsize("int64")
         for name in row.sums:
             summed = rows.get(f"{row.module}.{name}")
             sizes["all_reduce"] += chunks * summed.numel * compute if summed is not None else 0
