@@ -62,7 +62,9 @@ def trace_both_stacks(model: "PreTrainedModel", layers: Sequence[str], experts: 
     if decoder is None:
         return _untraced(why)
     facts = decoder.facts()
-    used = {decoder.whole_names[name]: sides for name, sides in facts.used.items()}
+    # Files may have the embedding under its name in the decoder, so both ends hold it under that name too.
+    both = {name: sides for name, sides in facts.used.items() if len(sides) > 1}
+    used = {**{decoder.whole_names[name]: sides for name, sides in facts.used.items()}, **both}
     return _together(encoder.facts(), replace(facts, used=used))
 
 
