@@ -202,11 +202,8 @@ class ScheduledStages:
         if (passes := passes_of_model(self.parts[self.own[0]])) is None:
             return [*entering[1:], entering[-1]]
         ranks, hidden = self.count // self.passes, entering[0]
-        return [
-            shape
-            for inner, handed in passes.shapes(hidden, self.plan.layout.size("cp"))
-            for shape in (*[inner] * (ranks - 1), handed)
-        ]
+        pairs = passes.shapes(hidden, self.plan.layout.size("cp"))
+        return [shape for inner, handed in pairs for shape in (*[inner] * (ranks - 1), handed)]
 
     def _stage(self, index: int, sent: Sequence[torch.Tensor]) -> _Stage:
         last, number = index == self.count - 1, index * self.passes // self.count
@@ -335,16 +332,15 @@ class ScheduledStages:
                     dist.recv(crossing.received, group=self.group, group_src=source)
                 with item.around():
                     if stage == self.count - 1:
-                        if passes is not None:
-                            assert crossing.received is not None
+                        if passes is not None and crossing.received is not None:
                             passes.enter_last(crossing.received, item.state)
                         yield item.loss(part)
                     else:
                         if passes is None:
                             kept = part(**item.arguments).contiguous()
                         else:
-                            number = stage * self.passes // self.count
-                            kept = passes.run(number, crossing.received, item.arguments, item.state).contiguous()
+                            nth = stage * self.passes // self.count
+                            kept = passes.run(nth, crossing.received, item.arguments, item.state).contiguous()
                         check_sent(kept, shapes[stage], self.dtype, f"stage {stage}")
                         target = self.plan.stages[stage + 1].rank
                         if target != self.rank:

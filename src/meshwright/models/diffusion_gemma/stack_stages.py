@@ -113,6 +113,7 @@ class _DecoderTracer(StageTracer):
         tied = names_of_parameters(model).values()
         own = [next((name for name in names if within(name, [_DECODER])), names[0]) for names in tied]
         self.whole_names = {chosen: names[0] for names, chosen in zip(tied, own, strict=True)}
+        self.all_names = dict(zip(own, tied, strict=True))
         self.first_names = {name: chosen for names, chosen in zip(tied, own, strict=True) for name in names}
         self.parameters = Labels({inputs.tensors[names[0]]: chosen for names, chosen in zip(tied, own, strict=True)})
 
