@@ -40,7 +40,6 @@ from meshwright.plan.axes.pipeline.stage_plan import (
     crossing_shape,
     first_trained,
     parts_of_rank,
-    passes_of,
     stages_of_rank,
 )
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
@@ -175,9 +174,9 @@ class ScheduledStages:
         self.group, self.rank = mesh["pp"].get_group(), mesh.rank("pp")
         self.count, self.runs = len(plan.stages), plan.options.runs_per_step
         self.own = stages_of_rank(plan, self.rank)
-        self.passes = passes_of(plan)
-        self.syncs: dict[int, GradSync] = {}
-        for together in parts_of_rank(plan, self.rank):
+        own = parts_of_rank(plan, self.rank)
+        self.passes, self.syncs = len(own[0]), dict[int, GradSync]()
+        for together in own:
             receive_outermost(parts[together[0]])
             self.syncs |= dict.fromkeys(together, GradSync.from_plan(parts[together[0]], on_stages(plan, together)))
         self.copies = parameter_copies(parts, plan, self.own)
@@ -328,8 +327,9 @@ class ScheduledStages:
                 elif (source := self.plan.stages[stage - 1].rank) == self.rank:
                     crossing.received = kept
                 else:
-                    crossing.received = torch.empty(shapes[stage - 1], dtype=self.dtype, device=self.device)
-                    dist.recv(crossing.received, group=self.group, group_src=source)
+                    received = torch.empty(shapes[stage - 1], dtype=self.dtype, device=self.device)
+                    dist.recv(received, group=self.group, group_src=source)
+                    crossing.received = received
                 with item.around():
                     if stage == self.count - 1:
                         if passes is not None and crossing.received is not None:
