@@ -15,8 +15,8 @@ from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.plan.cost.hardware import known_hardware, load_hardware
 from meshwright.plan.cost.price import totals
 from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of
-from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
-from meshwright.trace.step import run_step, trace_step
+from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory, memory_moments
+from meshwright.trace.step import UPDATE, run_step, trace_step
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import Verdict, judge
 from meshwright.train.config import RunConfig, load_config
@@ -144,6 +144,16 @@ def test_shards_are_those_of_the_whole_world() -> None:
         assert (found.parts["parameters"], found.parts["optimizer"]) == (plan.parameter_bytes, plan.optimizer_bytes)
         assert 0 <= found.parts["gradients"] <= plan.gradient_bytes
     assert found.parts["activations"] > 0
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 1}, {"dp_replicate": 2}, {"dp_shard": 2}], ids=str)
+def test_gradients_are_no_activations(layout: dict[str, int]) -> None:
+    """Those of all layers, at the end: also where nobody shards them, and FSDP only copies what it would reduce."""
+    setup = setup_of(2 if 2 in layout.values() else 1, layers=8, layout=layout)
+    (moments,) = run_ranks(lambda _: memory_moments(setup), 1, group=False)
+    update = next(found for found in moments if found.moment == UPDATE)
+    assert update.parts["gradients"] == totals(setup.plan).gradient_bytes
+    assert update.parts["activations"] + update.parts["communication"] < update.parts["gradients"] / 4
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
