@@ -109,24 +109,33 @@ class Bounds:
         schedule, each = values.get(SCHEDULE, pipeline.schedule), values.get(STAGES, pipeline.stages_per_rank)
         return schedule, each or (1 if schedule.single else 2)
 
+    def _run_of(self, branch: Branch, values: Mapping[str, Any]) -> tuple[PipelineSchedule, int, int] | None:
+        """Return schedule, stages of a rank, and microbatches of a run of a candidate; ``None``: there is no such run."""
+        schedule, each = self._schedule(values)
+        microbatches = branch.microbatches // self.setup.config.parallel.pipeline.runs_per_step
+        own = each > 1 if schedule is PipelineSchedule.INTERLEAVED else each == (1 if schedule.single else 2)
+        runs = own and microbatches and schedule.takes(branch.layout.size("pp"), microbatches)
+        return (schedule, each, microbatches) if runs else None
+
     def _idle(self, branch: Branch, values: Mapping[str, Any]) -> float:
-        """Return the least share of a run in which the ranks of a pipeline wait, if their stages are even."""
+        """Return the least share of a run in which the ranks of a pipeline wait, if their stages are even.
+
+        Of uneven stages a run takes longer, for all their work together.
+        """
         pp, parallel, found = branch.layout.size("pp"), self.setup.config.parallel, [1.0]
         full = values.get(MODE, parallel.activation_checkpointing) is ActivationCheckpointing.FULL
-        microbatches = branch.microbatches // parallel.pipeline.runs_per_step
         open_choices = ((None,) if key in values else branch.choices.get(key, (None,)) for key in (SCHEDULE, STAGES))
         for chosen in product(*open_choices):
             open_values = {key: one for key, one in zip((SCHEDULE, STAGES), chosen, strict=True) if one is not None}
-            schedule, each = self._schedule({**open_values, **values})
-            waits = 0.0 if schedule.splits else (pp - 1) / microbatches / each
-            own = schedule is PipelineSchedule.INTERLEAVED or each == (1 if schedule.single else 2)
-            if not own or not schedule.takes(pp, microbatches):
+            if (run := self._run_of(branch, {**open_values, **values})) is None:
                 continue
+            schedule, each, microbatches = run
+            waits = 0.0 if schedule.splits else (pp - 1) / microbatches / each
             if microbatches < pp or (schedule.splits and microbatches <= LONG * pp):
                 found.append(min(even_replay(schedule, pp, each, microbatches, float(full)).idle))
             else:
                 found.append(waits / (1 + waits))
-        return min(found)
+        return min(found) if len(found) > 1 else 0.0
 
     def _units_seconds(self, branch: Branch, slices: Slices, values: Mapping[str, Any], share: float) -> float:
         """Return the least seconds of the collectives over data ranks in a step; of stages, those of layers alone."""
@@ -154,9 +163,10 @@ class Bounds:
         return ROUNDED * (dense / shards + experts / of_experts) / layout.size("pp")
 
     def _least_share(self, pp: int, values: Mapping[str, Any]) -> float:
-        """Return the least share of the layers that a rank of `pp` has."""
-        layers, (_, each) = len(self.setup.plan.layers), self._schedule(values)
-        return 1.0 if pp == 1 else layers // (pp * each) * each / layers if layers else 0.0
+        """Return the least share of the layers that the rank with the most work of `pp` has."""
+        layers, head = len(self.setup.plan.layers), self.numbers.head
+        least = max(self._schedule(values)[1], (layers + head) / pp - head)
+        return 1.0 if pp == 1 or not layers else min(1.0, least / layers)
 
     def bytes(self, branch: Branch, candidate: Candidate) -> float:
         """Return the least bytes of the fullest rank of a candidate, with what the device reserves."""
@@ -178,7 +188,7 @@ class Bounds:
             unsharded += stages * slices.layer_gradients if pp > 1 else 0
         mode, none = values.get(MODE, parallel.activation_checkpointing), ActivationCheckpointing.NONE
         kept, all_kept = (self.numbers.kept(branch, values, one) for one in (mode, none))
-        alive = 1.0 if pp == 1 else self._alive(branch, values) * self._least_share(pp, values)
+        alive = 1.0 if pp == 1 else self._alive(branch, values)
         # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more.
         again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))
         again *= 0.5 if mode is ActivationCheckpointing.SUBMODULE else 1.0
@@ -189,13 +199,16 @@ class Bounds:
         return self.hardware.reserved_gib * 2**30 + state + max(early, gradients)
 
     def _alive(self, branch: Branch, values: Mapping[str, Any]) -> float:
-        """Return the most microbatches alive on a rank of `pp`. That of the last stage has fewer layers, for the head."""
-        pp, (schedule, each) = branch.layout.size("pp"), self._schedule(values)
-        microbatches = min(branch.microbatches // self.setup.config.parallel.pipeline.runs_per_step, LONG * pp)
-        if not schedule.takes(pp, microbatches):  # which the plan refuses
+        """Return the least that some rank of `pp` has alive, in microbatches of the whole model, however the model is cut.
+
+        A rank with a share s of the layers and a microbatches alive has a s. The shares add up to 1. So the largest is least
+        where all are equal: there it is 1 over the sum of all 1 / a.
+        """
+        if (run := self._run_of(branch, values)) is None:
             return 0.0
-        run = even_replay(schedule, pp, each, microbatches)
-        return max(run.alive[1:] if schedule.is_v_shaped else run.alive[:-1])
+        schedule, each, microbatches = run
+        pp = branch.layout.size("pp")
+        return 1 / sum(1 / one for one in even_replay(schedule, pp, each, min(microbatches, LONG * pp)).alive)
 
     def refused(self, branch: Branch, candidate: Candidate) -> bool:
         """Return whether the slices of a candidate are refused, whatever else it chooses."""

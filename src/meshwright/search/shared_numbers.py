@@ -7,6 +7,7 @@ with rows, such as copies of gathered parameters, is not in them.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd
 from typing import Any
 
@@ -148,6 +149,14 @@ class Numbers:
         if mode not in self._work:
             self._work[mode] = self._added(Layout(dp_shard=1).resolve(1), ((MODE, mode),))
         return self._work[mode]
+
+    @cached_property
+    def head(self) -> float:
+        """The products of the output head and the loss, in those of the layer that has the fewest."""
+        run = self._run(Layout(dp_shard=1).resolve(1), ((MODE, ActivationCheckpointing.NONE),))
+        whole, kinds = LayerWork.of(Traces(run, store=self.store)), (Work.PRODUCTS, Work.PRODUCTS_FP32)
+        least = min(sum(work[kind] for kind in kinds) for work in whole.layers.values())
+        return sum(whole.loss[kind] for kind in kinds) / max(1, least)
 
     def sliced_work(self, branch: Branch, values: Mapping[str, Any]) -> Counter[Work]:
         """Return the work that a whole sequence adds on a rank with slices of matrices, if nothing is recomputed."""

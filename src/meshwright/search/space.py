@@ -232,7 +232,7 @@ class Space:
         if layout.size("cp") > 1:
             found["parallel.context_parallel"] = (ContextMethod.GATHER, ContextMethod.ULYSSES)
         if (pp := layout.size("pp")) > 1:  # each stage has a layer
-            layers = self.sizes.layers or pp
+            layers = self.sizes.layers or 4 * pp
             found["parallel.pipeline.schedule"] = _SCHEDULES if 2 * pp <= layers else _SCHEDULES[:1]
             found["parallel.pipeline.stages_per_rank"] = (None, 4) if 4 * pp <= layers else (None,)
         if "optimizer.kind" in self.free and self.setup.config.optimizer.is_adamw:

@@ -157,7 +157,8 @@ class LayerWork:
     def _layers_of(self, plan: ShardingPlan, rank: int) -> list[str]:
         if not plan.stages:
             return list(plan.layers)
-        return [name for stage in stages_of_rank(plan, rank) for name in plan.stages[stage].layers]
+        # Stages of several passes share their layers, whose work is that of all passes.
+        return list(dict.fromkeys(name for stage in stages_of_rank(plan, rank) for name in plan.stages[stage].layers))
 
     def whole_model(self) -> float:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""

@@ -17,7 +17,7 @@ from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
-from meshwright.plan.cost.price import totals_of_rank
+from meshwright.plan.cost.price import totals
 from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.plan.update.states import orthogonalised, update_traffic
 from meshwright.trace.layer_work import LayerWork, Rates
@@ -118,7 +118,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     parts["data ranks"] = 0.0
     for one in stages_of_rank(plan, rank):
         parts["data ranks"] += stage_turns(plan, one, whole, rates, waits).exposed(hardware)
-    shards = totals_of_rank(plan, rank)
+    shards = totals(plan)  # of the rank that stores the most: the others wait for it
     updated = 2 * shards.parameter_bytes + shards.gradient_bytes + 2 * shards.optimizer_bytes
     parts["update"] = updated / (HOST_MEMORY if plan.options.cpu_offload else bandwidth)
     for item in update_traffic(own):
