@@ -157,6 +157,23 @@ def test_the_winners_are_those_of_pricing_everything(
     assert priced < candidates / 2
 
 
+@pytest.mark.parametrize(
+    "pipeline", [{"runs_per_step": 4}, {"stages_per_rank": 4}], ids=["more runs than microbatches", "stages of no schedule"]
+)
+def test_bounds_of_runs_that_the_plan_refuses(pipeline: dict[str, int], tmp_path: Path) -> None:
+    """A written key may leave a schedule without microbatches, or with stages that it does not have: that is no crash."""
+    choices = {**CHOICES, "activation_checkpointing": "none", "pipeline": pipeline}
+    setup = base(parallel=choices, layout={"pp": 2, "cp": 1, "tp": 1}, training={"global_batch_size": 8})
+
+    def found() -> list[tuple[float, float]]:
+        bounds = Bounds(setup, small_device(64.0), TraceStore(setup, tmp_path))
+        return [(bounds.seconds(branch, one), bounds.bytes(branch, one)) for branch, one in all_candidates(small_space(setup))]
+
+    pairs = in_one_process(found)
+    assert pairs
+    assert all(seconds > 0 and size > 0 for seconds, size in pairs)
+
+
 def test_what_is_written_is_kept() -> None:
     setup = base(layout={"tp": 2}, parallel={"activation_checkpointing": "full"}, training={"microbatch_size": 2})
     kept = list(Space(setup, RANKS, NODE).branches())

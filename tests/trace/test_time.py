@@ -1,13 +1,16 @@
 """Work is counted as the formulas say it; time adds up, and falls and rises as it should."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from maintain.tiny import TINY_MODELS
 from meshwright.layout import Layout
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.links import collective_seconds
-from meshwright.trace.layer_work import SHAPES, LayerWork
+from meshwright.plan.cost.price import totals_of_rank
+from meshwright.trace.layer_work import SHAPES, LayerWork, Rates
 from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
 from meshwright.trace.time import TimeForecast, forecast_time
@@ -104,6 +107,35 @@ def test_a_pipeline_waits() -> None:
     one = forecast(setup_of(2, layers=8))
     operations = [item.model_tflops_per_device * item.step_seconds for item in (one, found["1f1b"])]
     assert operations[0] == pytest.approx(operations[1], rel=1e-6)
+
+
+def test_the_update_is_that_of_the_rank_that_stores_the_most() -> None:
+    """Here the last rank of `pp` computes the most, for the head of a large vocabulary, and the first one has most layers."""
+    model = {"config": {"model_type": "llama", **TINY_MODELS["llama"].config, "num_hidden_layers": 8, "vocab_size": 65536}}
+    setup = setup_of(2, model=model, layout={"pp": 2}, parallel={"pipeline": {"cuts": [7]}, "cpu_offload": False})
+    quick = replace(H100, launch_us=0.0)
+    (found,) = run_ranks(lambda _: forecast_time(setup, quick), 1, group=False)
+    sizes = [totals_of_rank(setup.plan, rank) for rank in (0, 1)]
+    first, last = (2 * size.parameter_bytes + size.gradient_bytes + 2 * size.optimizer_bytes for size in sizes)
+    assert found.rank == 1
+    assert first > last
+    assert found.parts["update"] == pytest.approx(first / Rates.of(setup, quick).bandwidth)
+
+
+def test_stages_of_several_passes_have_the_work_of_their_layers_once() -> None:
+    """The stages of a rank share their layers, and the traced work of a layer is that of all passes."""
+    model = {"config": {"model_type": "diffusion_gemma", **TINY_MODELS["diffusion_gemma"].config}}
+    run = {"packing": "pad", "model": model, "training": {"objective": "block_diffusion", "microbatch_size": 1}}
+    sync, schedule = {"sync": "defer"}, {"pipeline": {"schedule": "interleaved_1f1b"}}
+    whole = setup_of(2, "diffusion_gemma", layout={"dp_shard": 2}, parallel=sync, **run)
+    staged = setup_of(4, "diffusion_gemma", layout={"pp": 2, "dp_shard": 2}, parallel=sync | schedule, **run)
+
+    def work(setup: RunSetup) -> Counter[Work]:
+        found = LayerWork.of(Traces(setup))
+        return sum((found.on_rank(setup.plan, rank) for rank in range(setup.layout.size("pp"))), Counter[Work]())
+
+    one, two = (run_ranks(lambda _, setup=setup: work(setup), 1, group=False)[0] for setup in (whole, staged))
+    assert two[Work.PRODUCTS_FP32] <= one[Work.PRODUCTS_FP32] * 1.001
 
 
 def test_collectives() -> None:
