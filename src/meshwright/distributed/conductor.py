@@ -50,7 +50,7 @@ from meshwright.plan.result.program import (
     Slice,
     Wrap,
 )
-from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import NO_PROGRAM, ShardingPlan
 
 __all__ = ["PERFORMERS", "parallelize"]
 
@@ -107,10 +107,7 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     problems = Problems()
     if not plan.program:
-        problems.add(
-            "plan.model",
-            "the plan has no program, because an earlier version of Meshwright wrote it; make it anew with resolve()",
-        )
+        problems.add("plan.model", NO_PROGRAM)
     if mesh.layout != plan.layout:
         problems.add("plan.mesh", f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
