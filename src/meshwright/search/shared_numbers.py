@@ -22,10 +22,10 @@ from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.sharding_plan import EXPERTS, ShardingPlan, shard_axis
 from meshwright.plan.update.states import state_bytes
 from meshwright.search.space import Branch, Candidate
+from meshwright.trace.few_layers import Traces, kept_activations
 from meshwright.trace.fewer import world_of
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.layer_work import LayerWork
-from meshwright.trace.memory import Traces, kept_activations
 from meshwright.trace.work import Work
 from meshwright.train.start.setup import RunSetup, change_setup
 
