@@ -24,7 +24,7 @@ from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import EXPERTS, shard_axis
-from meshwright.search.shared_numbers import MODE, Numbers, Slices
+from meshwright.search.shared_numbers import MODE, SCHEDULE, STAGES, Numbers, Slices
 from meshwright.search.space import Branch, Candidate
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.layer_work import Rates
@@ -37,8 +37,6 @@ __all__ = ["Bounds"]
 
 ROUNDED = 0.98
 """Padding makes shards of a small world a little larger than their share of those of a large one."""
-
-SCHEDULE, STAGES = "parallel.pipeline.schedule", "parallel.pipeline.stages_per_rank"
 
 LONG = 2
 """Microbatches for each rank of `pp` from which on no more are alive at once, and a split backward may fill all waits."""
@@ -84,15 +82,21 @@ class Bounds:
             row = sum(spent(self.numbers.sliced_work(branch, values)).values()) / layout.size("cp") + again / cut
         else:
             row = min(sum(spent(self.numbers.work(mode)).values()) for mode in modes) / cut
-        least = branch.rows * branch.microbatches * row / pp
+        work, exchanged, even = branch.rows * branch.microbatches * row / pp, 0.0, 1.0
         if slices is not None:
             share = self._least_share(pp, values)
-            for item in slices.traffic:
-                calls, size = (share * branch.microbatches * number for number in (item.calls, branch.rows * (item.size or 0)))
-                least += collective_seconds(layout, self.hardware, item.axis, item.kind, calls, size)
-        computed = least
+            traffic, part = slices.traffic, share
+            if measured and candidate is not None:
+                (traffic, even), part = self.numbers.traffic(branch, candidate), 1.0
+            for axis, kind, calls, size in traffic:
+                times = part * branch.microbatches
+                exchanged += collective_seconds(layout, self.hardware, axis, kind, times * calls, times * branch.rows * size)
+        computed = work + exchanged
+        least = computed
         if pp > 1 and self._trained:
-            least /= 1 - ROUNDED * self._idle(branch, values)
+            # A run lasts as long as one of even stages at the least, and as the turns of the rank with the most work.
+            longer = 1 / (1 - ROUNDED * self._idle(branch, values))
+            least = longer * work + max(1.0, longer * even) * exchanged
         if slices is None:
             return least
         called = self._units_seconds(branch, slices, values, share)
