@@ -15,6 +15,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout
 from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
 from meshwright.plan.given.names import within
@@ -24,7 +25,7 @@ from meshwright.search.space import Branch, Candidate
 from meshwright.trace.few_layers import Traces, kept_activations
 from meshwright.trace.fewer import world_of
 from meshwright.trace.kept_traces import TraceStore
-from meshwright.trace.layer_work import LayerWork
+from meshwright.trace.layer_work import LayerWork, layers_on
 from meshwright.trace.work import Work
 from meshwright.train.start.setup import RunSetup, change_setup
 
@@ -110,7 +111,7 @@ class Numbers:
         """Return the collectives of activations in a microbatch of one sequence, and the evenness of stages.
 
         The collectives are those of the rank of `pp` that a price takes. Which one that is depends on how layers are cut and
-        parameters sharded, but not on replicas. The evenness is the mean work of a rank over that of the one with the most.
+        parameters sharded, but not on replicas. The evenness is the mean number of layers of a rank over the largest.
         """
         values, pp = dict(candidate.values), branch.layout.size("pp")
         mode = values.get(MODE, self.setup.config.parallel.activation_checkpointing)
@@ -128,10 +129,8 @@ class Numbers:
             calls = tuple(
                 (item.axis, item.kind, item.calls * times[item.axis], (item.size or 0) * times[item.axis]) for item in found
             )
-            costs: dict[int, float] = {}
-            for row in plan.stages:
-                costs[row.rank] = costs.get(row.rank, 0.0) + row.cost
-            self._traffic[key] = calls, 1 / pp / max(costs.values()) if costs else 1.0
+            most = max(len(layers_on(plan, stages_of_rank(plan, rank))) for rank in range(pp))
+            self._traffic[key] = calls, len(plan.layers) / pp / max(1, most)
         return self._traffic[key]
 
     def _find(self, layout: Layout, chosen: Choices) -> Slices | None:
