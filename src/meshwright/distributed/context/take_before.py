@@ -2,8 +2,8 @@
 
 A short convolution needs the tokens under its kernel, a shift by one token the one before. So a rank gets the tokens before
 each piece of its own, and the module's own code computes the piece with them. What it puts out for them is left out: another
-rank has it. A piece at the beginning of the sequence has none before, as in one process. The ranks gather the last tokens of all
-pieces; in backward their gradients go back and are added up (reduce-scatter).
+rank has it. A piece at the beginning of the sequence has none before, as in one process. The ranks gather the last tokens of
+all pieces; in backward their gradients go back and are added up (reduce-scatter).
 """
 
 import re

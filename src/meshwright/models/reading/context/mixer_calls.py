@@ -25,8 +25,8 @@ Linear = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """What stands for a linear layer: its name and its input [[rows, tokens, features]] to its output. A norm may have several."""
 
 _FEW = 8
-"""Tokens of a chunk. A scan in chunks computes the same in chunks of another size, and takes memory by its square. There must be
-several chunks: what decays from one to the next counts from the third on."""
+"""Tokens of a chunk. A scan in chunks computes the same in chunks of another size, and takes memory by its square. There
+must be several chunks: what decays from one to the next counts from the third on."""
 _OF_TIME = ("chunk", "block_size")
 """What the names of numbers contain that count tokens of such a chunk, and not heads."""
 

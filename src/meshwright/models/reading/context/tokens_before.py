@@ -1,8 +1,8 @@
 """How many tokens before a token a module needs: found by the derivatives of its own code, and tried.
 
 A short convolution, or a shift by one token, mixes tokens, but no state goes through the whole sequence. A rank that gets the
-few tokens before its own computes them as one process does. Derivatives by the hidden state show how many those are: one that is
-zero for random values is zero. Then it is tried: what the module puts out for the tokens after a cut, from these and the few
+few tokens before its own computes them as one process does. Derivatives by the hidden state show how many those are: one that
+is zero for random values is zero. Then it is tried: what the module puts out for the tokens after a cut, from these and the few
 before, must be what it puts out for them among all.
 """
 
