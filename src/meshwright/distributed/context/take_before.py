@@ -9,7 +9,6 @@ all pieces; in backward their gradients go back and are added up (reduce-scatter
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,9 @@ from meshwright.plan.given.hidden_argument import value_of, with_argument
 from meshwright.plan.result.context.before_action import TakeTokensBefore
 
 __all__ = ["refuse_parts", "take_tokens_before"]
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Of each piece of a rank's tokens: those before, and the piece, [rows, tokens, features]."""
 
 _OF_TOKENS = re.compile("mask|seq_idx|cu_seq")
 """Names of arguments by which families are told which tokens are padding, or where documents begin."""
@@ -79,20 +81,22 @@ class _Before:
         tokens = hidden.shape[1] * self.ranks
         pieces = [positions_of(tokens, self.ranks, action.balance, rank) for rank in range(self.ranks)]
         before = tokens_before(hidden, action.tokens, pieces, self.rank, self.group)
-        outputs: list[list[Any]] = []
-        form: Any = None
-        for first, piece in zip(before, hidden.split([len(own) for own in pieces[self.rank]], 1), strict=True):
-            # Also none before are put in front: in backward all ranks must take part.
-            given, named = with_argument(
-                action.hidden, args, kwargs, partial(_instead, torch.cat([first, piece], 1)), action.module
-            )
-            leaves, form = tree_flatten(self.inner(*given, **named))
-            outputs.append([leaf[:, first.shape[1] :] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-        return tree_unflatten([_joined(leaves) for leaves in zip(*outputs, strict=True)], form)
+        own = list(zip(before, hidden.split([len(piece) for piece in pieces[self.rank]], 1), strict=True))
+        # Pieces run one after another in one call, if each later one brings all tokens that its first one needs.
+        together = all(first.shape[1] == action.tokens for first, _ in own[1:])
+        runs = [own] if together else [[pair] for pair in own]
+        results = [self._run(pairs, args, kwargs) for pairs in runs]
+        form = results[0][1]
+        return tree_unflatten([_joined(leaves) for leaves in zip(*(leaves for leaves, _ in results), strict=True)], form)
 
-
-def _instead(value: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return value
+    def _run(self, pairs: Pairs, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """Return what the module puts out for pieces, each after the tokens before it: as a list, with its form."""
+        # Also none before are put in front: in backward all ranks must take part.
+        longer = torch.cat([tensor for pair in pairs for tensor in pair], 1)
+        args, kwargs = with_argument(self.action.hidden, args, kwargs, lambda _: longer, self.action.module)
+        leaves, form = tree_flatten(self.inner(*args, **kwargs))
+        sizes = [tensor.shape[1] for pair in pairs for tensor in pair]
+        return [torch.cat(leaf.split(sizes, 1)[1::2], 1) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form
 
 
 def _joined(pieces: Sequence[Any]) -> Any:

@@ -43,7 +43,8 @@ def resolve_mixers(draft: Draft) -> Found[tuple[MixerShare, ...]]:
     shares, problems = draft.model.traces.mixers(cp), Problems()
     for name, mixes in attentions.states:
         share = shares.get(name, MixerShare(name, problem="how its heads divide is unknown"))
-        sliced = [row.module for row in draft.tensor.rows if inside(row.module, name) and not _is_whole_outside(row)]
+        fits = _keeps_tokens if share.before else _is_whole_outside
+        sliced = [row.module for row in draft.tensor.rows if inside(row.module, name) and not fits(row)]
         if share.problem:
             problems.append(_refusal(draft, share, mixes))
         elif sliced:
@@ -61,6 +62,13 @@ def _is_whole_outside(row: TensorParallelRow) -> bool:
     """Return whether what enters and leaves a module of tensor parallel is what does so without it."""
     entered = row.entry in (Move.NONE, Move.ENTER, Move.SPLIT_FEATURES)
     return entered and row.exit in (Move.GATHER_FEATURES, Move.LEAVE)
+
+
+def _keeps_tokens(row: TensorParallelRow) -> bool:
+    """Return whether a module of tensor parallel gets and gives all tokens, of whatever features."""
+    return row.entry in (Move.NONE, Move.ENTER, Move.SPLIT_FEATURES) and row.exit in (
+        Move.NONE, Move.LEAVE, Move.GATHER_FEATURES,
+    )  # fmt: skip
 
 
 def _refusal(draft: Draft, share: MixerShare, mixes: str) -> Refusal:
