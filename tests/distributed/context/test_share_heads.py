@@ -279,7 +279,7 @@ def test_numbers_buffers_and_positions_of_a_mixer_are_found() -> None:
         "slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1,
     }  # fmt: skip
     (gemma,) = planned(hybrid("recurrent_gemma", meta=True), Layout(dp_shard=1, cp=2)).mixers
-    assert gemma.positions == (-1, "position_ids")
+    assert gemma.positions == (1, "position_ids")
     (lfm2,) = planned(hybrid("lfm2", meta=True), Layout(dp_shard=1, cp=2)).mixers
     assert (lfm2.before, lfm2.width) == (2, 32)
 

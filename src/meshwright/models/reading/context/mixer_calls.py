@@ -195,9 +195,10 @@ class MixerCalls:
         """Return which argument has the positions of the tokens; ``None``: none has."""
         if self._counted is None:
             return None
-        place = next((index for index, value in enumerate(self._args) if value is self._counted), -1)
+        count = len(self._args)
+        place = next((index for index, value in enumerate(self._args) if value is self._counted), count)
         name = next((name for name, value in self._kwargs.items() if value is self._counted), "")
-        return (place, name) if place >= 0 or name else None
+        return (place, name) if place < count or name else None
 
     def elsewhere(self) -> Any:
         """Return the arguments of a call with other positions."""
