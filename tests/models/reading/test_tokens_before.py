@@ -19,10 +19,10 @@ TOKENS, WIDTH = 31, 6
 class Convolution(nn.Module):
     """A causal convolution between linear layers."""
 
-    def __init__(self, kernel: int = 3) -> None:
+    def __init__(self, kernel: int = 3, dilation: int = 1) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-        self.conv = nn.Conv1d(8, 8, kernel, groups=8, padding=kernel - 1)
+        self.conv = nn.Conv1d(8, 8, kernel, groups=8, padding=(kernel - 1) * dilation, dilation=dilation)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         mixed = self.conv(self.first(hidden_states).transpose(1, 2))[..., : hidden_states.shape[1]]
@@ -82,6 +82,8 @@ def draws(module: nn.Module, **kwargs: Any) -> list[MixerCalls]:
         (Convolution(), 2),
         (Convolution(17), 16),
         (Convolution(18), None),  # more than a few
+        (Convolution(2, 3), 3),
+        (nn.Sequential(Convolution(), Convolution(2, 64)), None),  # a token that lies further back than a call has tokens
         (nn.Identity(), 0),
         (OfFunction(lambda hidden, _: nn.functional.pad(hidden, (0, 0, 2, -2))), 2),
         (OfFunction(decays), None),

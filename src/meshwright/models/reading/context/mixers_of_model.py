@@ -138,7 +138,10 @@ def _before(model: "PreTrainedModel", name: str, tracer: _CallTracer) -> tuple[i
 
 def _initial_buffers(model: "PreTrainedModel", name: str) -> dict[str, torch.Tensor]:
     """Return the buffers of a module with the values that the family gives them, of those that it gives any."""
-    module = copy.deepcopy(model.get_submodule(name)).to("meta")
+    try:
+        module = copy.deepcopy(model.get_submodule(name)).to("meta")
+    except RuntimeError:  # it keeps a tensor of its last call, which cannot be copied
+        return {}
     with torch.no_grad():
         for own in module.modules():
             for key, buffer in own.named_buffers(recurse=False):

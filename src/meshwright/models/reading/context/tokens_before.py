@@ -18,7 +18,7 @@ from meshwright.models.reading.tracing import tensors_in
 __all__ = ["tokens_before"]
 
 MOST_BEFORE = 16
-"""The largest number of tokens before that is a few."""
+"""The largest number of tokens before that is a few: fewer than a call has, so that more would show."""
 _CLOSE = 1e-5
 """The largest relative difference between what is put out for some tokens and among all. Parts may compute in float32."""
 
@@ -29,12 +29,14 @@ def tokens_before(draws: Sequence[MixerCalls]) -> int | None:
     Args:
         draws: the module with several draws of values in float64. What is zero for one of them may not be so for another.
     """
+    used: dict[str, torch.Tensor] = {}
     try:
-        found = [_needed(calls) for calls in draws]
+        found = [_needed(calls, used) for calls in draws]
         before = max(-1 if one is None else one for one in found)
-        if None in found or before > MOST_BEFORE or not all(_computes_alone(calls, before) for calls in draws):
+        # A weight that nothing depends on may be one of a token that lies further back than a call has tokens.
+        if None in found or before > MOST_BEFORE or not all(bool(own.all()) for own in used.values()):
             return None
-        return before
+        return before if all(_computes_alone(calls, before) for calls in draws) else None
     except Exception:  # whatever a module does with random values, or with fewer tokens
         return None
 
@@ -51,17 +53,22 @@ class _Run:
         return [own for own in tensors_in(output) if own.is_floating_point()]
 
 
-def _needed(calls: MixerCalls) -> int | None:
-    hidden = calls.given().clone().requires_grad_()
+def _needed(calls: MixerCalls, used: dict[str, torch.Tensor]) -> int | None:
+    """Return how many tokens before a token have a derivative, and note of each parameter which entries have one."""
+    hidden, run = calls.given().clone().requires_grad_(), _Run(calls)
     if hidden.ndim != 3:
         return None
-    outputs = _Run(calls)(hidden)
+    parameters = {name: run.tensors[name].requires_grad_() for name, _ in calls.mixer.named_parameters() if name in run.tensors}
+    outputs = run(hidden)
     if not outputs or any(own.ndim < 3 or own.shape[:2] != hidden.shape[:2] for own in outputs):
         return None
     before = 0
     for token in (calls.tokens - 1, calls.tokens // 2, calls.tokens // 3):
         total = torch.stack([(own[:, token] * calls.random(*own[:, token].shape)).sum() for own in outputs]).sum()
-        (gradient,) = torch.autograd.grad(total, hidden, retain_graph=True)
+        gradient, *others = torch.autograd.grad(total, [hidden, *parameters.values()], retain_graph=True, allow_unused=True)
+        for (name, own), other in zip(parameters.items(), others, strict=True):
+            nonzero = torch.zeros_like(own, dtype=torch.bool) if other is None else other != 0
+            used[name] = used[name] | nonzero if name in used else nonzero
         tokens = (gradient != 0).any(2).any(0).nonzero().flatten()
         if not len(tokens) or int(tokens[-1]) > token:
             return None
