@@ -105,22 +105,23 @@ def _share(model: "PreTrainedModel", name: str, movers: Sequence[str], tracer: _
         if found[0]
     )
     inner = tuple(own for own, *_ in shifted)
-    first: MixerShare | None = None
-    for dtype, buffers in ((torch.float64, {}), (torch.float32, {}), (torch.float64, _initial_buffers(model, name))):
-        if first is not None and dtype is torch.float64 and not buffers:
-            continue
-        draws = [
-            MixerCalls(
-                module, name, hidden, *tracer.calls[name][0], lowest, dtype, tracer.inputs.positions, inner, buffers
-            )
-            for lowest in _DRAWS
-        ]  # fmt: skip
-        share = divide(draws, ranks)
+
+    def divided(dtype: torch.dtype, buffers: Mapping[str, torch.Tensor]) -> MixerShare:
+        call, positions = tracer.calls[name][0], tracer.inputs.positions
+        draws = [MixerCalls(module, name, hidden, *call, lowest, dtype, positions, inner, buffers) for lowest in _DRAWS]
+        return replace(divide(draws, ranks), shifts=shifted)
+
+    problems = []
+    for dtype in _DTYPES:
+        share = divided(dtype, {})
         if not share.problem:
-            return replace(share, shifts=shifted)
-        first = first or share
-    assert first is not None
-    return first
+            return share
+        problems.append(share)
+    if buffers := _initial_buffers(model, name):  # with other values, more may depend on more than it does
+        share = divided(_DTYPES[0], buffers)
+        if not share.problem:
+            return share
+    return problems[0]
 
 
 def _before(model: "PreTrainedModel", name: str, tracer: _CallTracer) -> tuple[int, int]:
