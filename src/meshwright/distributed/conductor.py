@@ -52,7 +52,7 @@ from meshwright.plan.result.program import (
     TakeTokensBefore,
     Wrap,
 )
-from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import NO_PROGRAM, ShardingPlan
 
 __all__ = ["PERFORMERS", "parallelize"]
 
@@ -110,10 +110,7 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     problems = Problems()
     if not plan.program:
-        problems.add(
-            "plan.model",
-            "the plan has no program, because an earlier version of Meshwright wrote it; make it anew with resolve()",
-        )
+        problems.add("plan.model", NO_PROGRAM)
     if mesh.layout != plan.layout:
         problems.add("plan.mesh", f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.result.sharding_plan import ShardingPlan
-from meshwright.trace.memory import Traces
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
 from meshwright.trace.work import Work
 from meshwright.train.start.setup import RunSetup

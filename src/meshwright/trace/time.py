@@ -20,8 +20,8 @@ from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals
 from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.plan.update.states import orthogonalised, update_traffic
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.layer_work import LayerWork, Rates
-from meshwright.trace.memory import Traces
 from meshwright.trace.overlap import Price, Recording, Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
 from meshwright.train.forecast import operations_of_step
 from meshwright.train.start.setup import RunSetup

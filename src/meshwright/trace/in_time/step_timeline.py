@@ -23,9 +23,9 @@ from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.in_time.turn_pieces import Piece, Turned, turn_pieces, turned
 from meshwright.trace.layer_work import LayerWork, Rates
-from meshwright.trace.memory import Traces
 from meshwright.trace.overlap import Recording, pipeline_times
 from meshwright.trace.time import COMPUTE, TEACHER, StageTurns, TimeForecast, price_of, stage_turns
 from meshwright.train.start.setup import RunSetup
