@@ -17,6 +17,7 @@ from meshwright.distributed.context.attend import attend_over_ranks
 from meshwright.distributed.context.cache_door import give_cache
 from meshwright.distributed.context.count_positions import count_positions
 from meshwright.distributed.context.share_heads import share_heads
+from meshwright.distributed.context.take_before import take_tokens_before
 from meshwright.distributed.data.fsdp_units import prefetch, wrap
 from meshwright.distributed.data.twin_units import join_twins, part_twins
 from meshwright.distributed.experts.placement import dispatch_tokens
@@ -48,6 +49,7 @@ from meshwright.plan.result.program import (
     Recompute,
     ShareHeads,
     Slice,
+    TakeTokensBefore,
     Wrap,
 )
 from meshwright.plan.result.sharding_plan import NO_PROGRAM, ShardingPlan
@@ -61,6 +63,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     Compute: compute_with_slices,
     Dispatch: dispatch_tokens,
     Attend: attend_over_ranks,
+    TakeTokensBefore: take_tokens_before,
     ShareHeads: share_heads,
     CountPositions: count_positions,
     GiveCache: give_cache,

@@ -32,7 +32,7 @@ from meshwright.plan.result.sharding_plan import (
     TensorParallelRow,
     UnitRow,
 )
-from meshwright.plan.show.context.mixer_table import mixer_table
+from meshwright.plan.show.context.mixer_table import mixer_tables
 from meshwright.plan.show.summary import human_bytes, summary
 
 __all__ = ["PARAMETER_COLUMNS", "UNIT_COLUMNS", "explain", "explain_program", "folded", "parameter_cells", "unit_cells"]
@@ -56,7 +56,7 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
     if plan.attentions:
         tables.append(_attentions(plan, full))
     if plan.mixers:
-        tables.append(mixer_table(plan, full, folded))
+        tables += mixer_tables(plan, full, folded)
     if parameters:
         tables.append(_parameters(plan, full))
     return Group(*tables, *(escape(f"- {remark}") for remark in plan.remarks))
