@@ -111,7 +111,7 @@ class Bounds:
         """Return the schedule of a candidate, and the number of stages on a rank."""
         pipeline = self.setup.config.parallel.pipeline
         schedule, each = values.get(SCHEDULE, pipeline.schedule), values.get(STAGES, pipeline.stages_per_rank)
-        return schedule, each or (1 if schedule.single else 2)
+        return schedule, each or (1 if schedule.single else max(2, self.numbers.passes))
 
     def _run_of(self, branch: Branch, values: Mapping[str, Any]) -> tuple[PipelineSchedule, int, int] | None:
         """Return schedule, stages of a rank, and microbatches of a run of a candidate; ``None``: there is no such run."""
@@ -218,6 +218,8 @@ class Bounds:
             return 0.0, 0.0
         schedule, each, microbatches = run
         pp = branch.layout.size("pp")
+        if self.numbers.passes > 1:  # which keep unlike much
+            return 1 / pp, 0.0
         alive = even_replay(schedule, pp, each, min(microbatches, LONG * pp)).alive
         most = 1 / sum(1 / one for one in alive)
         if schedule is not PipelineSchedule.GPIPE and microbatches >= LONG * pp:

@@ -18,6 +18,7 @@ from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
+from meshwright.plan.given.inspection import inspect_model
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import EXPERTS, ShardingPlan, shard_axis
 from meshwright.plan.update.states import state_bytes
@@ -183,6 +184,13 @@ class Numbers:
         if mode not in self._work:
             self._work[mode] = self._added(Layout(dp_shard=1).resolve(1), ((MODE, mode),))
         return self._work[mode]
+
+    @cached_property
+    def passes(self) -> int:
+        """How often a microbatch goes through all ranks of a pipeline."""
+        facts = self.setup.facts or inspect_model(self.setup.spec, self.setup.model)
+        stages = facts.traces.stages(self.setup.plan.layers)
+        return 1 if stages is None else stages.passes
 
     @cached_property
     def head(self) -> float:
