@@ -14,7 +14,16 @@ from meshwright.plan.axes.tensor.given_styles import load_styles
 from meshwright.plan.axes.tensor.modules import module_rows
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
 from meshwright.plan.axes.tensor.sliced_model import SlicedModel
-from meshwright.plan.axes.tensor.styles import FIRST, INNER, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
+from meshwright.plan.axes.tensor.styles import (
+    FIRST,
+    INNER,
+    NORM,
+    PARTIAL,
+    STYLES,
+    styles_of_norms,
+    styles_of_parameters,
+    tp_dim,
+)
 from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
 from meshwright.plan.given.names import generalize, match_names
@@ -69,9 +78,12 @@ def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorPara
             )
     assigned, found = assign_styles(draft, level, styles)
     problems += found
+    if not (draft.problems or problems) and level != "derived":
+        problems += _misfits_of_norms(draft, assigned.modules)
+    normed = {name for pair in draft.pairs.found if pair.norms for name in pair.firsts}
     for name, operator in draft.pairs.mixed.items() if not (draft.problems or problems) and level != "derived" else ():
         style = assigned.modules.get(name, "")
-        if style in FIRST:
+        if style in FIRST and name not in normed:
             problems.add(
                 "tp.style.misfit",
                 f"tp={tp}: {name!r} has the style {style}, but {operator} mixes its features, of which a rank has some; "
@@ -94,6 +106,27 @@ def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorPara
     left_whole = assigned.left_whole.items()
     sliced = TensorParallel(level, (*passed_over, *left_whole), measured, parameter_styles, draft.pairs, on_slices)
     return Found(sliced, problems)
+
+
+def _misfits_of_norms(draft: Draft, styles: Mapping[str, str]) -> Iterator[Refusal]:
+    """Yield a problem for each norm over features that is sliced and the features are not, or the other way round."""
+    tp, known = draft.layout.size("tp"), {}
+    for pair in draft.pairs.found:
+        for name, _ in pair.norms:
+            known[name] = all(styles.get(first) in FIRST for first in pair.firsts)
+            if known[name] and styles.get(name) != NORM:
+                yield Refusal(
+                    "tp.style.misfit",
+                    f"tp={tp}: {name!r} has the style {styles.get(name, 'none')}, but takes means over the features of "
+                    f"{pair.firsts[0]!r}, of which a rank has some; the legal style is {NORM}",
+                )
+    for name, style in styles.items():
+        if style == NORM and not known.get(name):
+            yield Refusal(
+                "tp.style.misfit",
+                f"tp={tp}: {name!r} has the style {style}, but a trace does not show that all it does with the features of "
+                "all ranks, of matrices that are sliced, is to take means; the legal style is replicate",
+            )
 
 
 def _structure(draft: Draft) -> tuple[Structure, RegionFacts | None]:
@@ -133,6 +166,7 @@ _KERNELS = {
     "grouped_colwise": Kernel.ONE_HEAD,
     "dora_rows": Kernel.DORA_ROWS,
     "dora_columns": Kernel.DORA_COLUMNS,
+    NORM: Kernel.MEANS,
 }
 
 
@@ -269,6 +303,7 @@ def _derived(draft: Draft) -> dict[str, str]:
         if pair.blocks % draft.layout.size("tp") == 0:
             form = "_transposed" if draft.model.modules[pair.second].transposed else ""
             styles |= {**dict.fromkeys(pair.firsts, f"colwise{form}"), pair.second: f"rowwise{form}"}
+            styles |= {name: NORM for name, _ in pair.norms}
     if styles:  # the vocabulary alone would not be worth it
         styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     return _patterns(draft, styles)

@@ -27,7 +27,7 @@ from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.sliced_model import SlicedModel
 from meshwright.plan.axes.tensor.spans_of_layers import misfits, rows_of_span
 from meshwright.plan.axes.tensor.style_checks import slices_nobody_computes, style_problems
-from meshwright.plan.axes.tensor.styles import DERIVED, HEAD, PARTIAL, STYLES
+from meshwright.plan.axes.tensor.styles import DERIVED, HEAD, NORM, PARTIAL, STYLES
 from meshwright.plan.axes.tensor.with_adapters import adapted_rows, small_of_experts, styles_of_experts
 from meshwright.plan.given.names import holder_of, match_names, within
 from meshwright.plan.result.sharding_plan import TensorParallelRow
@@ -200,6 +200,8 @@ def _parts(model: SlicedModel, name: str, style: str) -> tuple[tuple[int, ...], 
     """Return the sizes into which a move or a kernel splits a tensor of a module with a style."""
     if style == "grouped_colwise":
         return (model.draft.model.sizes.kv_heads or 1,), Problems()
+    if style == NORM:
+        return tuple(means for pair in model.draft.pairs.found for norm, means in pair.norms if norm == name), Problems()
     if style == "fused_colwise":
         for pattern, parts in model.structure.fused.items():
             if match_names(pattern, [name]):

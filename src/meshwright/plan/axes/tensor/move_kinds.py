@@ -83,6 +83,9 @@ class Kernel(StrEnum):
     DORA_COLUMNS = "dora_columns"
     """The same: this rank has some columns, so squares of the norms of rows are summed over the axis."""
 
+    MEANS = "means"
+    """The module's own forward, in which each mean over the last dimension is that of the slices of all ranks."""
+
 
 class Bias(StrEnum):
     """Which ranks add the bias of a module whose output may be a sum over ranks, and when."""

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from meshwright.plan.axes.tensor.assignment import Assignment
 from meshwright.plan.axes.tensor.spans_of_layers import kind_of_span
-from meshwright.plan.axes.tensor.styles import FIRST, HEAD, SECOND
+from meshwright.plan.axes.tensor.styles import FIRST, HEAD, ON_SLICES, SECOND
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.names import inside, within
 from meshwright.plan.given.spec import Structure
@@ -119,7 +119,7 @@ class SlicedModel:
             return "whole"  # a trace does not show that all that is beside the experts is a partial sum too
         if "moe_tp_experts" in styles:
             return "partial"
-        plain = styles <= FIRST | SECOND | {"replicated_with_grad_allreduce"}
+        plain = styles <= ON_SLICES
         unsliced = any(self.own(name) and not within(name, styled) for name in inner)
         unsliced = unsliced or any(f"{region}.{own}" not in self.styles.parameters for own in self.own(region))
         return "split" if plain and styles & FIRST and styles & SECOND and not unsliced else "whole"

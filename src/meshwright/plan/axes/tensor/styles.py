@@ -14,6 +14,8 @@ __all__ = [
     "FIRST",
     "HEAD",
     "INNER",
+    "NORM",
+    "ON_SLICES",
     "PARTIAL",
     "SECOND",
     "SPAN",
@@ -65,6 +67,7 @@ STYLES: dict[str, Style] = {
     "local_params": Style(None),
     "replicated_with_grad_allreduce": Style(None),
     "moe_tp_experts": Style(None, Move.ENTER, Move.LEAVE),
+    "norm_of_features": Style(-2),
     "replicate": Style(None),
 }
 """The tensor parallel styles that are carried out."""
@@ -81,6 +84,12 @@ FIRST = {"colwise", "colwise_transposed", "packed_colwise", "fused_colwise", "gr
 
 SECOND = {"rowwise", "rowwise_transposed"}
 """Styles that end such a region."""
+
+NORM = "norm_of_features"
+"""Style of a norm over features that are sliced: its means are those of all ranks."""
+
+ON_SLICES = {*FIRST, *SECOND, NORM, "replicated_with_grad_allreduce"}
+"""Styles that all that has parameters in a region has, if the region is split."""
 
 PARTIAL = {*SECOND, "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
 """Styles whose output is a partial sum on each rank."""
@@ -138,14 +147,15 @@ def styles_of_parameters(
 
 
 def styles_of_norms(pairs: Iterable[Pair], styles: Mapping[str, str], model: Inspection) -> dict[str, str]:
-    """Return the style of each norm of heads that has none, in regions whose matrices are sliced, by name of the module.
+    """Return the style of each norm that has none, in regions whose matrices are sliced, by name of the module.
 
-    Some models leave them out, because they have them only under some of their settings. A trace shows that such a norm treats
-    each head alike, so that each rank has a part of its gradient.
+    Some models leave out norms of heads, because they have them only under some of their settings. A trace shows that such a
+    norm treats each head alike, so that each rank has a part of its gradient; or that it takes means over all features.
     """
-    found = {}
+    found: dict[str, str] = {}
     for pair in pairs:
         if all(styles.get(name) in FIRST for name in pair.firsts):
+            found |= {name: NORM for name, _ in pair.norms if name not in styles}
             for name in dict.fromkeys(map(holder_of, pair.beside)):
                 own = {f"{name}.{item}" for item in model.modules[name].parameters}
                 if name not in styles and own <= set(pair.beside):
