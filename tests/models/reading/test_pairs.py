@@ -254,6 +254,18 @@ def test_norms_that_take_means_alone_are_computed_on_slices(
     assert {second: norms for second, norms in found.items() if "mlp" in second} == expected
 
 
+def test_a_narrow_pair_with_a_norm_stays_whole() -> None:
+    for width, sliced in ((48, True), (16, False)):
+        model = tiny_model("llama", meta=True)
+        for layer in model.model.layers:
+            layer.mlp = nn.Sequential(
+                nn.Linear(model.config.hidden_size, width, device="meta"),
+                Norm(width, lambda own, inner: own.weight * (inner * mean_of_squares(inner))),
+                nn.Linear(width, model.config.hidden_size, device="meta"),
+            )
+        assert bool([pair for pair in trace_pairs(model, LAYERS).found if "mlp" in pair.second]) is sliced
+
+
 def test_a_norm_that_runs_twice_or_is_that_of_two_layers_is_not_sliced() -> None:
     norm = Norm(
         tiny_model("llama", meta=True).config.intermediate_size,

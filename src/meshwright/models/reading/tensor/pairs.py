@@ -73,7 +73,8 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     whole, _ = traced(model, experts, tracer)
     if whole is None:
         return Pairs()
-    found = _alike([pair for pair in whole.pairs() if pair.blocks > 1], modules, names)
+    several = (pair for pair in whole.pairs() if pair.blocks > 1)
+    found = _alike([pair for pair in several if not (pair.norms and _is_narrow(pair, linear))], modules, names)
     plain = [pair for pair in found if pair.blocks == _width(linear[pair.second], 1)]
     for pairs, counted in [*((found, counted) for counted in _COUNTED), (plain, _COUNTED[0])]:
         tried = [_with_counts(pair, modules, counted) for pair in pairs]
@@ -85,6 +86,13 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         if trial is not None and trial.repeats(whole) and expected <= set(trial.pairs()):
             return Pairs(tuple(tried), whole.mixed, _vocabulary(model, names), tuple(whole.read))
     return Pairs(mixed=whole.mixed, read=tuple(whole.read))
+
+
+def _is_narrow(pair: Pair, linear: Mapping[str, nn.Module]) -> bool:
+    """Return whether a pair has fewer features inside than enter it, as the latents of queries: to sum what it puts out over
+    ranks, beside the means of its norms, costs more than its small matrices.
+    """
+    return _width(linear[pair.second], 1) < min(_width(linear[name], 1) for name in pair.firsts)
 
 
 def _of_norm(name: str, module: nn.Module, names: Mapping[torch.Tensor, Sequence[str]]) -> tuple[str, ...]:
