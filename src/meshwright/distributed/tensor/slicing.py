@@ -156,6 +156,7 @@ def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
         Move.ENTER_LAST: lambda y: moves.enter_last(y, action.parts[0], group),
         Move.LEAVE: lambda y: moves.leave(y, group),
+        Move.SUM: lambda y: moves.sum_both_ways(y, group),
         Move.GATHER_FEATURES: lambda y: moves.gather(y, -1, action.features, group),
         Move.EXCHANGE_FEATURES: lambda y: moves.exchange(y, action.parts, group),
         Move.VOCABULARY: lambda y: _sharded_vocabulary(y, action.features, mesh),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
+from meshwright.plan.axes.tensor.channels import mixer_styles, slice_mixers, whole_mixers
 from meshwright.plan.axes.tensor.given_styles import load_styles
 from meshwright.plan.axes.tensor.modules import module_rows
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
@@ -152,6 +153,8 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
             cut = tp_dim(parameter.tp_style, parameter.shape)
             assert cut is not None
             yield Slice((parameter.name, *parameter.aliases), "tp", cut, STYLES[parameter.tp_style or ""].pieces)
+    if plan.tp_level == "derived":
+        yield from slice_mixers(draft)
     for row in plan.tensor_parallel:
         if row.style == "region" and row.parts:
             yield from _own_heads(draft, row.module, *row.parts)
@@ -247,7 +250,8 @@ def _with_norms(draft: Draft, level: str, styles: Mapping[str, str], passed_over
 def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:
     """Return patterns of names instead of names, if they match the same."""
     patterns = {generalize(name): style for name, style in styles.items()}
-    matched = ((name, style) for item, style in patterns.items() for name in match_names(item, draft.model.modules))
+    names = (*draft.model.modules, *draft.model.parameter_of)
+    matched = ((name, style) for item, style in patterns.items() for name in match_names(item, names))
     return patterns if all(styles.get(name) == style for name, style in matched) else styles
 
 
@@ -271,6 +275,7 @@ def _first_level(draft: Draft) -> StyleChoice:
     untraced = "the model is not traced (traces of its ParallelSpec)"
     unpaired = "no linear layer puts out features that enter another one without being mixed"
     passed_over.append(("derived", untraced if draft.traced_pairs is None else unpaired))
+    passed_over += [("derived", why) for why in whole_mixers(draft)]
     return "", {}, passed_over
 
 
@@ -304,6 +309,7 @@ def _derived(draft: Draft) -> dict[str, str]:
             form = "_transposed" if draft.model.modules[pair.second].transposed else ""
             styles |= {**dict.fromkeys(pair.firsts, f"colwise{form}"), pair.second: f"rowwise{form}"}
             styles |= {name: NORM for name, _ in pair.norms}
+    styles |= mixer_styles(draft)
     if styles:  # the vocabulary alone would not be worth it
         styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     return _patterns(draft, styles)

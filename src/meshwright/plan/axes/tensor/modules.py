@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwright.errors import Problems, Refusal, coded
+from meshwright.plan.axes.tensor.channels import mixer_rows, packed_sizes
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.sliced_model import SlicedModel
 from meshwright.plan.axes.tensor.spans_of_layers import misfits, rows_of_span
@@ -57,6 +58,9 @@ def module_rows(model: SlicedModel, *, traced: bool) -> tuple[Rows, dict[str, st
     if problems:
         return {}, {}, problems
     rows, problems = _region_rows(model)
+    for row in mixer_rows(model.draft) if traced else ():
+        around = rows.get(row.module, row)
+        rows[row.module] = replace(around, sums=tuple(dict.fromkeys((*around.sums, *row.sums))))
     parameter_styles: dict[str, str] = {}
     for name, style in styles.modules.items():
         sliced_anyway = style == "local_params" and name in rows  # a region computes with its slices
@@ -203,6 +207,8 @@ def _parts(model: SlicedModel, name: str, style: str) -> tuple[tuple[int, ...], 
     if style == NORM:
         return tuple(means for pair in model.draft.pairs.found for norm, means in pair.norms if norm == name), Problems()
     if style == "fused_colwise":
+        if sizes := packed_sizes(model.draft, name):
+            return sizes, Problems()
         for pattern, parts in model.structure.fused.items():
             if match_names(pattern, [name]):
                 return parts, Problems()

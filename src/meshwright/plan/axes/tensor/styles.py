@@ -10,6 +10,7 @@ from meshwright.plan.given.names import holder_of, match_names
 from meshwright.plan.given.sliceable_pairs import Pair
 
 __all__ = [
+    "CHANNELS",
     "DERIVED",
     "FIRST",
     "HEAD",
@@ -33,8 +34,8 @@ class Style(NamedTuple):
     """What a style does where no region overrides it.
 
     Attributes:
-        dim: dimension of the weight that is sliced; ``None``: each rank stores it whole. A bias, which has one dimension, is
-            sliced if the style slices rows.
+        dim: dimension of the weight that is sliced, from its end; ``None``: each rank stores it whole. A bias, which has one
+            dimension, is sliced if the style slices rows. 0: the first dimension of whatever it has.
         entry: move of the input.
         exit: move of the output.
         pieces: number of matrices that are concatenated in the weight (gate and up); each of them is sliced.
@@ -68,6 +69,8 @@ STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": Style(None),
     "moe_tp_experts": Style(None, Move.ENTER, Move.LEAVE),
     "norm_of_features": Style(-2),
+    "rowwise_within": Style(-1, exit=Move.SUM),
+    "channels": Style(0),
     "replicate": Style(None),
 }
 """The tensor parallel styles that are carried out."""
@@ -98,7 +101,10 @@ SPAN = {"span": "on_parts", "whole_span": "on_whole"}
 """Styles of the modules where a span begins and ends that have no slices of their own, to those of the modules in it: the ranks
 have slices of features and partial sums in a ``span``, and the same in a ``whole_span``."""
 
-INNER = set(SPAN.values())
+CHANNELS = "channels"
+"""Style of what a mixer has for each of its channels, or heads."""
+
+INNER = {*SPAN.values(), CHANNELS}
 """Styles of modules that compute as they are; they tell what a rank has there."""
 
 HEAD = {"colwise", "colwise_gather_output", "colwise_rep"}
@@ -110,7 +116,7 @@ def tp_dim(style: str | None, shape: Sequence[int]) -> int | None:
     dim = STYLES[style].dim if style in STYLES else None
     if dim is None:
         return None
-    if len(shape) == 1:
+    if len(shape) == 1 and dim:
         return 0 if (dim == -2) != STYLES[style or ""].transposed else None
     return dim % len(shape)
 

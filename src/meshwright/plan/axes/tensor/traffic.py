@@ -12,6 +12,7 @@ MOVED = {
     Move.ENTER: (None, "all_reduce"),
     Move.ENTER_LAST: (None, "all_reduce"),
     Move.LEAVE: ("all_reduce", None),
+    Move.SUM: ("all_reduce", "all_reduce"),
     Move.GATHER_FEATURES: ("all_gather", None),
     Move.SPLIT_FEATURES: (None, "all_gather"),
     Move.EXCHANGE_FEATURES: ("all_to_all", "all_to_all"),

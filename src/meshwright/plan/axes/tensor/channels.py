@@ -1,0 +1,158 @@
+"""How the ranks of `tp` share mixers: each computes some channels, or heads, of all tokens.
+
+A mixer carries a state along the sequence, and computes each of its channels (Mamba-1) or heads (Mamba-2) alone. How they
+divide is read from its code (:mod:`meshwright.models.reading.context.mixer_heads`), as for context parallel, where ranks share
+the sequence. Here each rank has all tokens, so nothing is exchanged but what matrices need:
+
+- The matrices at its entry (`in_proj`): a rank stores the rows of its channels, of each matrix that is packed in one
+  (`packed_colwise`). Where packed matrices differ in size, it stores an even slice, and an all-to-all of features gives each
+  rank those of its heads (`fused_colwise`).
+- What is in between by channel (`A_log`, `D`, a convolution): its channels (`channels`). Where several groups of channels are
+  packed, it stores all, uses a part, and gradients are summed (`replicated_with_grad_allreduce`).
+- A matrix in between that mixes all channels (`x_proj` of Mamba-1): the columns of its channels. What they put out is summed
+  forward, and its gradient backward (`rowwise_within`).
+- The matrix at its end (`out_proj`): the columns of its channels (`rowwise`).
+
+A mixer whose heads need what those of other ranks need (B and C of fewer groups than ranks), or that ends with a norm over all
+heads, is computed whole by each rank.
+"""
+
+from collections.abc import Iterator
+
+from meshwright.errors import Refusal
+from meshwright.layout import divisors
+from meshwright.plan.axes.tensor.styles import CHANNELS
+from meshwright.plan.draft import Draft
+from meshwright.plan.given.context.mixer_shares import MixerShare, Pieces
+from meshwright.plan.given.names import holder_of, within
+from meshwright.plan.result.mixer_action import MixChannels
+from meshwright.plan.result.sharding_plan import TensorParallelRow
+
+__all__ = ["mixer_rows", "mixer_styles", "packed_sizes", "shared_mixers", "slice_mixers", "whole_mixers"]
+
+_MOST_TRIED = 16
+"""The largest number of ranks that is looked at to name legal ones."""
+
+
+def shared_mixers(draft: Draft) -> dict[str, MixerShare]:
+    """Return how the ranks of `tp` divide each mixer that they share, by name."""
+    return {name: share for name, share in _shares(draft).items() if not _problem(draft, share)}
+
+
+def whole_mixers(draft: Draft) -> Iterator[Refusal]:
+    """Yield why mixers are computed whole by each rank, each reason once, with the numbers of ranks that can share them."""
+    said: set[str] = set()
+    for name, share in _shares(draft).items():
+        problem = _problem(draft, share)
+        if problem and problem not in said:
+            said.add(problem)
+            widths = [draft.model.modules[f"{name}.{own}"].parameters["weight"][0] for own, _ in share.openings]
+            tried = [ranks for ranks in divisors(max((*share.features, *widths, 1))) if 1 < ranks <= _MOST_TRIED]
+            others = ({**draft.model.traces.mixers(ranks)}.get(name) for ranks in tried)
+            legal = [1, *(ranks for ranks, own in zip(tried, others, strict=True) if own and not _problem(draft, own))]
+            values = f"of tp is {legal[0]}" if len(legal) == 1 else f"s of tp are {', '.join(map(str, legal))}"
+            yield Refusal("tp.heads", f"{name!r} is not divided: {problem}; the legal value{values}")
+
+
+def _shares(draft: Draft) -> dict[str, MixerShare]:
+    tp = draft.layout.size("tp")
+    attentions = draft.model.traces.attentions if tp > 1 else None
+    if attentions is None or not attentions.states or draft.spec.twins:
+        return {}
+    return dict(draft.model.traces.mixers(tp))
+
+
+def _problem(draft: Draft, share: MixerShare) -> str:
+    """Return why `tp` does not share a mixer of which it is known how it divides; empty: it does."""
+    modules, name = draft.model.modules, share.module
+    if share.problem:
+        return share.problem
+    if draft.layout.size("cp") > 1:
+        return "cp divides its heads"
+    if not within(name, draft.layers) or any(within(own, [name]) for own in draft.model.adapters):
+        return "it has an adapter, or is in no layer"
+    if any(
+        copies > 1
+        for _, pieces in (*share.openings, *((own, pieces) for own, _, pieces in share.slices))
+        for _, copies in pieces
+    ):
+        return "the heads of several ranks need the same features: it has fewer groups of them than ranks"
+    closing = modules[f"{name}.{share.closing}"].parameters.get("weight", ())
+    if share.after or len(share.features) != 1 or len(closing) != 2:
+        return "its last matrix takes more than what its heads put out, as after a norm over all of them"
+    if any("bias" in modules[f"{name}.{own}"].parameters for own, _ in share.summed):
+        return "a matrix in it that mixes all heads has a bias"
+    aliased = [own for own, _, _ in share.slices if _parameter(draft, share, own) and len(_names(draft, share, own)) > 1]
+    paired = {own for pair in draft.pairs.found for own in (*pair.firsts, pair.second)}
+    if aliased or any(within(own, [name]) for own in paired):
+        return "another module has a parameter of it"
+    return ""
+
+
+def _parameter(draft: Draft, share: MixerShare, own: str) -> bool:
+    return f"{share.module}.{own}" in draft.model.parameter_of
+
+
+def _names(draft: Draft, share: MixerShare, own: str) -> tuple[str, ...]:
+    return draft.model.parameter_of[f"{share.module}.{own}"].names
+
+
+def mixer_styles(draft: Draft) -> dict[str, str]:
+    """Return the styles of modules and parameters of the mixers that `tp` shares."""
+    styles: dict[str, str] = {}
+    shards = draft.layout.size("dp_shard_cp")
+    for name, share in shared_mixers(draft).items():
+        for own, pieces in share.openings:
+            parameters = draft.model.modules[f"{name}.{own}"].parameters
+            alike = len({size for size, _ in pieces}) == 1 and len(pieces) <= 2
+            # FSDP cannot shard the rows of packed matrices, nor a packed bias.
+            packs = alike and "bias" not in parameters and parameters["weight"][1] % shards == 0
+            styles[f"{name}.{own}"] = "colwise" if len(pieces) == 1 else "packed_colwise" if packs else "fused_colwise"
+        styles |= {f"{name}.{own}": "rowwise_within" for own, _ in share.summed}
+        styles |= {f"{name}.{own}": CHANNELS if _even(dim, pieces) else _WHOLE for own, dim, pieces in _between(draft, share)}
+        styles[f"{name}.{share.closing}"] = "rowwise"
+    return styles
+
+
+_WHOLE = "replicated_with_grad_allreduce"
+"""Style of a parameter that every rank stores whole and uses in part."""
+
+
+def _even(dim: int, pieces: Pieces) -> bool:
+    """Return whether a rank's part is one slice of the first dimension."""
+    return dim == 0 and len(pieces) == 1
+
+
+def _between(draft: Draft, share: MixerShare) -> Iterator[tuple[str, int, Pieces]]:
+    """Yield what of the parameters in between a rank uses, without the matrices that mix all channels."""
+    summed = {f"{own}.weight" for own, _ in share.summed}
+    yield from ((own, dim, pieces) for own, dim, pieces in share.slices if own not in summed and _parameter(draft, share, own))
+
+
+def packed_sizes(draft: Draft, module: str) -> tuple[int, ...]:
+    """Return the numbers of features of the matrices that are packed in one at the entry of a shared mixer; empty: not one."""
+    share = shared_mixers(draft).get(holder_of(module))
+    pieces = dict(share.openings).get(module.rpartition(".")[2], ()) if share else ()
+    return tuple(size for size, _ in pieces)
+
+
+def mixer_rows(draft: Draft) -> Iterator[TensorParallelRow]:
+    """Yield a row for each shared mixer, and for each module in it that has channels; the matrices have rows of their own."""
+    for name, share in shared_mixers(draft).items():
+        sums = tuple(own for own, dim, pieces in _between(draft, share) if not _even(dim, pieces))
+        yield TensorParallelRow(name, "mixer", sums=sums)
+        for holder in dict.fromkeys(
+            holder_of(f"{name}.{own}") for own, dim, pieces in _between(draft, share) if _even(dim, pieces)
+        ):
+            if holder != name:
+                yield TensorParallelRow(holder, CHANNELS)
+
+
+def slice_mixers(draft: Draft) -> Iterator[MixChannels]:
+    """Yield the actions by which mixers compute the channels of their rank."""
+    for name, share in shared_mixers(draft).items():
+        summed = {f"{own}.weight" for own, _ in share.summed}
+        between = list(_between(draft, share))
+        stored = tuple(own for own, dim, pieces in between if _even(dim, pieces))
+        used = tuple(item for item in share.slices if item[0] not in {*stored, *summed})
+        yield MixChannels(name, stored, used, share.values)
