@@ -19,8 +19,6 @@ heads, is computed whole by each rank.
 
 from collections.abc import Iterator
 
-from meshwright.errors import Refusal
-from meshwright.layout import divisors
 from meshwright.plan.axes.tensor.styles import CHANNELS
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.context.mixer_shares import MixerShare, Pieces
@@ -39,19 +37,20 @@ def shared_mixers(draft: Draft) -> dict[str, MixerShare]:
     return {name: share for name, share in _shares(draft).items() if not _problem(draft, share)}
 
 
-def whole_mixers(draft: Draft) -> Iterator[Refusal]:
-    """Yield why mixers are computed whole by each rank, each reason once, with the numbers of ranks that can share them."""
-    said: set[str] = set()
-    for name, share in _shares(draft).items():
-        problem = _problem(draft, share)
-        if problem and problem not in said:
-            said.add(problem)
-            widths = [draft.model.modules[f"{name}.{own}"].parameters["weight"][0] for own, _ in share.openings]
-            tried = [ranks for ranks in divisors(max((*share.features, *widths, 1))) if 1 < ranks <= _MOST_TRIED]
-            others = ({**draft.model.traces.mixers(ranks)}.get(name) for ranks in tried)
-            legal = [1, *(ranks for ranks, own in zip(tried, others, strict=True) if own and not _problem(draft, own))]
-            values = f"of tp is {legal[0]}" if len(legal) == 1 else f"s of tp are {', '.join(map(str, legal))}"
-            yield Refusal("tp.heads", f"{name!r} is not divided: {problem}; the legal value{values}")
+def whole_mixers(draft: Draft) -> tuple[str, tuple[int, ...]]:
+    """Return why each rank computes the mixers of a model whole, and the numbers of ranks that can share all; empty: none."""
+    problems = {own.module: _problem(draft, own) for own in _shares(draft).values() if _problem(draft, own)}
+    if not problems:
+        return "", ()
+    name = next(iter(problems))
+    features = [
+        draft.model.modules[name].parameters,
+        *(draft.model.modules[own].parameters for own in draft.model.inside(name)),
+    ]
+    widest = max((size for shapes in features for shape in shapes.values() for size in shape), default=1)
+    tried = [ranks for ranks in range(2, _MOST_TRIED + 1) if widest % ranks == 0]
+    legal = [ranks for ranks in tried if not any(_problem(draft, own) for own in draft.model.traces.mixers(ranks).values())]
+    return f"{name!r} is not divided over tp: {problems[name]}", (1, *legal)
 
 
 def _shares(draft: Draft) -> dict[str, MixerShare]:

@@ -230,7 +230,10 @@ def choose_styles(draft: Draft) -> Found[StyleChoice]:
     level, styles, passed_over = _first_level(draft)
     if not level:
         text = "; ".join(f"{name}: {why}" for name, why in passed_over)
-        problem = Refusal("tp.no_styles", f"tp: there are no styles; {text}; the legal value of tp is 1")
+        _, legal = whole_mixers(draft)
+        values = "legal value of tp is 1" if len(legal) < 2 else f"legal values of tp are {', '.join(map(str, legal))}"
+        code = "tp.no_styles" if len(legal) < 2 else "tp.heads"
+        problem = Refusal(code, f"tp: there are no styles; {text}; the {values}")
         return Found(("", {}, []), [problem])
     if level == "given":
         return Found((level, styles, passed_over))
@@ -275,7 +278,8 @@ def _first_level(draft: Draft) -> StyleChoice:
     untraced = "the model is not traced (traces of its ParallelSpec)"
     unpaired = "no linear layer puts out features that enter another one without being mixed"
     passed_over.append(("derived", untraced if draft.traced_pairs is None else unpaired))
-    passed_over += [("derived", why) for why in whole_mixers(draft)]
+    if why := whole_mixers(draft)[0]:
+        passed_over.append(("derived", why))
     return "", {}, passed_over
 
 
