@@ -81,11 +81,21 @@ def _problem(draft: Draft, share: MixerShare) -> str:
         return "its last matrix takes more than what its heads put out, as after a norm over all of them"
     if any("bias" in modules[f"{name}.{own}"].parameters for own, _ in share.summed):
         return "a matrix in it that mixes all heads has a bias"
+    if shared := _used_by_all(draft, share):
+        return f"all its heads use {shared[0]}, so that each rank would have a part of its gradient"
     aliased = [own for own, _, _ in share.slices if _parameter(draft, share, own) and len(_names(draft, share, own)) > 1]
     paired = {own for pair in draft.pairs.found for own in (*pair.firsts, pair.second)}
     if aliased or any(within(own, [name]) for own in paired):
         return "another module has a parameter of it"
     return ""
+
+
+def _used_by_all(draft: Draft, share: MixerShare) -> list[str]:
+    """Return the names in a mixer of the parameters that are no matrix at its borders, and of which no rank has a part."""
+    model, known = draft.model, {own for own, _, _ in share.slices}
+    matrices = [*(own for own, _ in share.openings), share.closing, *(own for own, _ in share.summed)]
+    inner = [name.removeprefix(f"{share.module}.") for name in model.parameter_of if within(name, [share.module])]
+    return [name for name in inner if name not in known and not within(name, matrices)]
 
 
 def _parameter(draft: Draft, share: MixerShare, own: str) -> bool:
