@@ -28,6 +28,11 @@ THOROUGH = (
     ),
     *((name, "tp 2 x shard 2") for name in ("mamba use_bias=true", "mamba2 use_bias=true", "mamba2 use_conv_bias=false")),
     *(("mamba2", label) for label in ("tp 2", "pp 2 x tp 2", "2 x tp 2")),
+    *(
+        (name, label)
+        for name in ("jamba", "nemotron_h")
+        for label in ("tp 2", "tp 2 seq x shard 2", "ep 2 = tp 2", "pp 2 x tp 2")
+    ),
 )
 
 
@@ -68,8 +73,8 @@ def columns_of_heads_swapped(trainer: RankTrainer) -> None:
             compute_with_slices(trainer.model, changed, trainer.mesh)
 
 
-def convolutions_not_summed(trainer: RankTrainer) -> None:
-    """Each rank has the gradient of its own channels of a convolution that all store whole."""
+def what_all_store_not_summed(trainer: RankTrainer) -> None:
+    """Each rank has the gradient of its own channels of a convolution, or through its own heads, of what all store whole."""
     mixer_slices.enter = lambda whole, group: whole  # type: ignore[assignment]
 
 
@@ -79,7 +84,8 @@ PLANTS = [
     (columns_of_heads_swapped, "mamba2", Kind.FORWARD, "forward diverges in backbone.layers.0.mixer"),
     (sums_of_slices, "bitnet", Kind.FORWARD, "forward diverges in model.layers.0.self_attn"),
     (sums_of_slices, "falcon_mamba", Kind.FORWARD, "forward diverges in backbone.layers.0.mixer"),
-    (convolutions_not_summed, "mamba2", Kind.UNREDUCED, "mixer.conv1d.weight"),
+    (what_all_store_not_summed, "jamba", Kind.UNREDUCED, "layernorm.weight"),
+    (what_all_store_not_summed, "mamba2", Kind.UNREDUCED, "mixer.conv1d.weight"),
 ]
 
 

@@ -17,7 +17,7 @@ A mixer whose heads need what those of other ranks need (B and C of fewer groups
 heads, is computed whole by each rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from meshwright.plan.axes.tensor.styles import CHANNELS
 from meshwright.plan.draft import Draft
@@ -34,12 +34,16 @@ _MOST_TRIED = 16
 
 def shared_mixers(draft: Draft) -> dict[str, MixerShare]:
     """Return how the ranks of `tp` divide each mixer that they share, by name."""
-    return {name: share for name, share in _shares(draft).items() if not _problem(draft, share)}
+    return {name: share for name, share in _shares(draft).items() if not _problem(draft, share, draft.layout.size("tp"))}
 
 
 def whole_mixers(draft: Draft) -> tuple[str, tuple[int, ...]]:
     """Return why each rank computes the mixers of a model whole, and the numbers of ranks that can share all; empty: none."""
-    problems = {own.module: _problem(draft, own) for own in _shares(draft).values() if _problem(draft, own)}
+    problems = {
+        own.module: _problem(draft, own, draft.layout.size("tp"))
+        for own in _shares(draft).values()
+        if _problem(draft, own, draft.layout.size("tp"))
+    }
     if not problems:
         return "", ()
     name = next(iter(problems))
@@ -49,20 +53,22 @@ def whole_mixers(draft: Draft) -> tuple[str, tuple[int, ...]]:
     ]
     widest = max((size for shapes in features for shape in shapes.values() for size in shape), default=1)
     tried = [ranks for ranks in range(2, _MOST_TRIED + 1) if widest % ranks == 0]
-    legal = [ranks for ranks in tried if not any(_problem(draft, own) for own in draft.model.traces.mixers(ranks).values())]
+    legal = [
+        ranks for ranks in tried if not any(_problem(draft, own, ranks) for own in draft.model.traces.mixers(ranks).values())
+    ]
     return f"{name!r} is not divided over tp: {problems[name]}", (1, *legal)
 
 
 def _shares(draft: Draft) -> dict[str, MixerShare]:
     tp = draft.layout.size("tp")
     attentions = draft.model.traces.attentions if tp > 1 else None
-    if attentions is None or not attentions.states or draft.spec.twins:
+    if attentions is None or not attentions.states or draft.spec.twins or draft.options.tp_plan is not None:
         return {}
     return dict(draft.model.traces.mixers(tp))
 
 
-def _problem(draft: Draft, share: MixerShare) -> str:
-    """Return why `tp` does not share a mixer of which it is known how it divides; empty: it does."""
+def _problem(draft: Draft, share: MixerShare, ranks: int) -> str:
+    """Return why so many ranks of `tp` do not share a mixer of which it is known how it divides; empty: they do."""
     modules, name = draft.model.modules, share.module
     if share.problem:
         return share.problem
@@ -81,8 +87,11 @@ def _problem(draft: Draft, share: MixerShare) -> str:
         return "its last matrix takes more than what its heads put out, as after a norm over all of them"
     if any("bias" in modules[f"{name}.{own}"].parameters for own, _ in share.summed):
         return "a matrix in it that mixes all heads has a bias"
-    if shared := _used_by_all(draft, share):
-        return f"all its heads use {shared[0]}, so that each rank would have a part of its gradient"
+    if name not in draft.model.traces.mixer_parameters(ranks):
+        return "which of its parameters all heads use is unknown, or one is also used before its first matrices"
+    declared = draft.matched(own for own, style in _declared(draft).items() if style != "replicate")
+    if any(within(own, [name]) for own in declared):
+        return "the styles that are declared for this model have a matrix in it"
     aliased = [own for own, _, _ in share.slices if _parameter(draft, share, own) and len(_names(draft, share, own)) > 1]
     paired = {own for pair in draft.pairs.found for own in (*pair.firsts, pair.second)}
     if aliased or any(within(own, [name]) for own in paired):
@@ -90,12 +99,8 @@ def _problem(draft: Draft, share: MixerShare) -> str:
     return ""
 
 
-def _used_by_all(draft: Draft, share: MixerShare) -> list[str]:
-    """Return the names in a mixer of the parameters that are no matrix at its borders, and of which no rank has a part."""
-    model, known = draft.model, {own for own, _, _ in share.slices}
-    matrices = [*(own for own, _ in share.openings), share.closing, *(own for own, _ in share.summed)]
-    inner = [name.removeprefix(f"{share.module}.") for name in model.parameter_of if within(name, [share.module])]
-    return [name for name in inner if name not in known and not within(name, matrices)]
+def _declared(draft: Draft) -> Mapping[str, str]:
+    return draft.structure.styles or draft.spec.tp_styles
 
 
 def _parameter(draft: Draft, share: MixerShare, own: str) -> bool:
@@ -129,13 +134,18 @@ _WHOLE = "replicated_with_grad_allreduce"
 
 def _even(dim: int, pieces: Pieces) -> bool:
     """Return whether a rank's part is one slice of the first dimension."""
-    return dim == 0 and len(pieces) == 1
+    return dim == 0 and len(pieces) == 1 and pieces[0][1] == 1
 
 
 def _between(draft: Draft, share: MixerShare) -> Iterator[tuple[str, int, Pieces]]:
-    """Yield what of the parameters in between a rank uses, without the matrices that mix all channels."""
-    summed = {f"{own}.weight" for own, _ in share.summed}
+    """Yield what of the parameters in between a rank uses, without the matrices that mix all channels.
+
+    Of those that all heads use this is one block for all ranks.
+    """
+    tp, summed = draft.layout.size("tp"), {f"{own}.weight" for own, _ in share.summed}
     yield from ((own, dim, pieces) for own, dim, pieces in share.slices if own not in summed and _parameter(draft, share, own))
+    for own in draft.model.traces.mixer_parameters(tp).get(share.module, ()):
+        yield own, 0, ((draft.model.parameter_of[f"{share.module}.{own}"].shape[0], tp),)
 
 
 def packed_sizes(draft: Draft, module: str) -> tuple[int, ...]:
@@ -160,8 +170,8 @@ def mixer_rows(draft: Draft) -> Iterator[TensorParallelRow]:
 def slice_mixers(draft: Draft) -> Iterator[MixChannels]:
     """Yield the actions by which mixers compute the channels of their rank."""
     for name, share in shared_mixers(draft).items():
-        summed = {f"{own}.weight" for own, _ in share.summed}
         between = list(_between(draft, share))
         stored = tuple(own for own, dim, pieces in between if _even(dim, pieces))
-        used = tuple(item for item in share.slices if item[0] not in {*stored, *summed})
+        of_buffers = (item for item in share.slices if not _parameter(draft, share, item[0]))
+        used = (*(item for item in between if item[0] not in stored), *of_buffers)
         yield MixChannels(name, stored, used, share.values)

@@ -10,11 +10,12 @@ from dataclasses import replace
 from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
-from meshwright.plan.axes.tensor.channels import mixer_styles, slice_mixers, whole_mixers
+from meshwright.plan.axes.tensor.channels import mixer_styles, shared_mixers, slice_mixers, whole_mixers
 from meshwright.plan.axes.tensor.given_styles import load_styles
 from meshwright.plan.axes.tensor.modules import module_rows
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
 from meshwright.plan.axes.tensor.sliced_model import SlicedModel
+from meshwright.plan.axes.tensor.style_checks import misfits_of_norms
 from meshwright.plan.axes.tensor.styles import (
     FIRST,
     INNER,
@@ -27,7 +28,7 @@ from meshwright.plan.axes.tensor.styles import (
 )
 from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
-from meshwright.plan.given.names import generalize, match_names
+from meshwright.plan.given.names import generalize, match_names, within
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import Structure
 from meshwright.plan.given.traces import RegionFacts
@@ -80,11 +81,12 @@ def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorPara
     assigned, found = assign_styles(draft, level, styles)
     problems += found
     if not (draft.problems or problems) and level != "derived":
-        problems += _misfits_of_norms(draft, assigned.modules)
+        problems += misfits_of_norms(draft.pairs, assigned.modules)
     normed = {name for pair in draft.pairs.found if pair.norms for name in pair.firsts}
+    mixers = shared_mixers(draft)
     for name, operator in draft.pairs.mixed.items() if not (draft.problems or problems) and level != "derived" else ():
         style = assigned.modules.get(name, "")
-        if style in FIRST and name not in normed:
+        if style in FIRST and name not in normed and not within(name, mixers):
             problems.add(
                 "tp.style.misfit",
                 f"tp={tp}: {name!r} has the style {style}, but {operator} mixes its features, of which a rank has some; "
@@ -107,27 +109,6 @@ def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorPara
     left_whole = assigned.left_whole.items()
     sliced = TensorParallel(level, (*passed_over, *left_whole), measured, parameter_styles, draft.pairs, on_slices)
     return Found(sliced, problems)
-
-
-def _misfits_of_norms(draft: Draft, styles: Mapping[str, str]) -> Iterator[Refusal]:
-    """Yield a problem for each norm over features that is sliced and the features are not, or the other way round."""
-    tp, known = draft.layout.size("tp"), {}
-    for pair in draft.pairs.found:
-        for name, _ in pair.norms:
-            known[name] = all(styles.get(first) in FIRST for first in pair.firsts)
-            if known[name] and styles.get(name) != NORM:
-                yield Refusal(
-                    "tp.style.misfit",
-                    f"tp={tp}: {name!r} has the style {styles.get(name, 'none')}, but takes means over the features of "
-                    f"{pair.firsts[0]!r}, of which a rank has some; the legal style is {NORM}",
-                )
-    for name, style in styles.items():
-        if style == NORM and not known.get(name):
-            yield Refusal(
-                "tp.style.misfit",
-                f"tp={tp}: {name!r} has the style {style}, but a trace does not show that all it does with the features of "
-                "all ranks, of matrices that are sliced, is to take means; the legal style is replicate",
-            )
 
 
 def _structure(draft: Draft) -> tuple[Structure, RegionFacts | None]:
@@ -153,8 +134,7 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
             cut = tp_dim(parameter.tp_style, parameter.shape)
             assert cut is not None
             yield Slice((parameter.name, *parameter.aliases), "tp", cut, STYLES[parameter.tp_style or ""].pieces)
-    if plan.tp_level == "derived":
-        yield from slice_mixers(draft)
+    yield from slice_mixers(draft)
     for row in plan.tensor_parallel:
         if row.style == "region" and row.parts:
             yield from _own_heads(draft, row.module, *row.parts)
@@ -241,7 +221,8 @@ def choose_styles(draft: Draft) -> Found[StyleChoice]:
 
 
 def _with_norms(draft: Draft, level: str, styles: Mapping[str, str], passed_over: list[tuple[str, str]]) -> "StyleChoice":
-    """Return a choice with the styles of norms of heads that it leaves out."""
+    """Return a choice with the styles of norms that it leaves out, and of mixers, none of whose matrices it names."""
+    styles = {**styles, **_patterns(draft, mixer_styles(draft))}
     named: dict[str, str] = {}
     for pattern, style in styles.items():
         for name in match_names(pattern, draft.model.modules):
@@ -313,7 +294,7 @@ def _derived(draft: Draft) -> dict[str, str]:
             form = "_transposed" if draft.model.modules[pair.second].transposed else ""
             styles |= {**dict.fromkeys(pair.firsts, f"colwise{form}"), pair.second: f"rowwise{form}"}
             styles |= {name: NORM for name, _ in pair.norms}
-    styles |= mixer_styles(draft)
+    styles |= mixer_styles(draft)  # they alone are enough
     if styles:  # the vocabulary alone would not be worth it
         styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     return _patterns(draft, styles)

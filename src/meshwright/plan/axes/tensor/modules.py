@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwright.errors import Problems, Refusal, coded
-from meshwright.plan.axes.tensor.channels import mixer_rows, packed_sizes
+from meshwright.plan.axes.tensor.channels import mixer_rows, packed_sizes, shared_mixers
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.sliced_model import SlicedModel
 from meshwright.plan.axes.tensor.spans_of_layers import misfits, rows_of_span
@@ -53,12 +53,17 @@ def module_rows(model: SlicedModel, *, traced: bool) -> tuple[Rows, dict[str, st
     if problems := Problems([*(_sequence_problems(model) if model.sequence else ()), *_head_problems(model)]):
         return {}, {}, problems
     if not traced:
-        checked = styles.modules, styles.parameters, styles.declared, facts.adapters
+        mixers = shared_mixers(model.draft)  # they have been tried
+        named, own, declared = (
+            {name: style for name, style in known.items() if not within(name, mixers)}
+            for known in (styles.modules, styles.parameters, styles.declared)
+        )
+        checked = named, own, declared, facts.adapters
         problems += style_problems(facts, model.layers, model.structure.head, *checked)
     if problems:
         return {}, {}, problems
     rows, problems = _region_rows(model)
-    for row in mixer_rows(model.draft) if traced else ():
+    for row in mixer_rows(model.draft):
         around = rows.get(row.module, row)
         rows[row.module] = replace(around, sums=tuple(dict.fromkeys((*around.sums, *row.sums))))
     parameter_styles: dict[str, str] = {}

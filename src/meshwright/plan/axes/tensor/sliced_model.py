@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.plan.axes.tensor.assignment import Assignment
+from meshwright.plan.axes.tensor.channels import shared_mixers
 from meshwright.plan.axes.tensor.spans_of_layers import kind_of_span
 from meshwright.plan.axes.tensor.styles import FIRST, HEAD, ON_SLICES, SECOND
 from meshwright.plan.draft import Draft
@@ -111,6 +112,8 @@ class SlicedModel:
 
     def _kind(self, region: str) -> str:
         inner = self.draft.model.inside(region)
+        if any(within(name, [region]) for name in shared_mixers(self.draft)):
+            return "whole"
         styled = {name: self.styles.modules[name] for name in inner if name in self.styles.modules}
         styles = set(styled.values())
         if self.traced is not None and (
