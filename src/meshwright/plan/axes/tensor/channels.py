@@ -23,10 +23,11 @@ from meshwright.plan.axes.tensor.styles import CHANNELS
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.context.mixer_shares import MixerShare, Pieces
 from meshwright.plan.given.names import holder_of, within
+from meshwright.plan.given.sliceable_pairs import Pair
 from meshwright.plan.result.mixer_action import MixChannels
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
-__all__ = ["mixer_rows", "mixer_styles", "packed_sizes", "shared_mixers", "slice_mixers", "whole_mixers"]
+__all__ = ["mixer_rows", "mixer_styles", "packed_sizes", "pairs_beside", "shared_mixers", "slice_mixers", "whole_mixers"]
 
 _MOST_TRIED = 16
 """The largest number of ranks that is looked at to name legal ones."""
@@ -35,6 +36,12 @@ _MOST_TRIED = 16
 def shared_mixers(draft: Draft) -> dict[str, MixerShare]:
     """Return how the ranks of `tp` divide each mixer that they share, by name."""
     return {name: share for name, share in _shares(draft).items() if not _problem(draft, share, draft.layout.size("tp"))}
+
+
+def pairs_beside(draft: Draft) -> tuple[Pair, ...]:
+    """Return the pairs that are in no shared mixer: a small pair before one of its first matrices is computed whole."""
+    mixers = shared_mixers(draft)
+    return tuple(pair for pair in draft.pairs.found if not any(within(own, mixers) for own in (*pair.firsts, pair.second)))
 
 
 def whole_mixers(draft: Draft) -> tuple[str, tuple[int, ...]]:
@@ -93,8 +100,7 @@ def _problem(draft: Draft, share: MixerShare, ranks: int) -> str:
     if any(within(own, [name]) for own in declared):
         return "the styles that are declared for this model have a matrix in it"
     aliased = [own for own, _, _ in share.slices if _parameter(draft, share, own) and len(_names(draft, share, own)) > 1]
-    paired = {own for pair in draft.pairs.found for own in (*pair.firsts, pair.second)}
-    if aliased or any(within(own, [name]) for own in paired):
+    if aliased:
         return "another module has a parameter of it"
     return ""
 

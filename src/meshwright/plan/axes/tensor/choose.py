@@ -4,13 +4,13 @@ Styles are named as in transformers (`base_model_tp_plan`). They come from the f
 the user, written for the family, declared by the model, or derived from a trace of the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
-from meshwright.plan.axes.tensor.channels import mixer_styles, shared_mixers, slice_mixers, whole_mixers
+from meshwright.plan.axes.tensor.channels import mixer_styles, pairs_beside, shared_mixers, slice_mixers, whole_mixers
 from meshwright.plan.axes.tensor.given_styles import load_styles
 from meshwright.plan.axes.tensor.modules import module_rows
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
@@ -29,7 +29,7 @@ from meshwright.plan.axes.tensor.styles import (
 from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
 from meshwright.plan.given.names import generalize, match_names, within
-from meshwright.plan.given.sliceable_pairs import Pairs
+from meshwright.plan.given.sliceable_pairs import Pair
 from meshwright.plan.given.spec import Structure
 from meshwright.plan.given.traces import RegionFacts
 from meshwright.plan.result.program import Action, Assign, Compute, Slice
@@ -141,7 +141,7 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
         if row.style not in INNER:
             yield _compute(draft, row)
     if plan.tp_level == "derived":
-        yield from _own_counts(draft.tensor.pairs, plan)
+        yield from _own_counts(pairs_beside(draft), plan)
 
 
 _KERNELS = {
@@ -189,10 +189,10 @@ def _own_heads(draft: Draft, name: str, heads: int, kv_heads: int) -> Iterator[A
     yield Assign(name, tuple(values), ("config",) if module.has_config else ())
 
 
-def _own_counts(pairs: Pairs, plan: ShardingPlan) -> Iterator[Assign]:
+def _own_counts(pairs: Sequence[Pair], plan: ShardingPlan) -> Iterator[Assign]:
     """Give modules that count what derived styles slice the numbers of their rank."""
     sliced, tp = {row.module for row in plan.tensor_parallel}, plan.layout.size("tp")
-    for pair in pairs.found:
+    for pair in pairs:
         for module in dict.fromkeys(module for module, _, _ in pair.counts if pair.second in sliced):
             yield Assign(module, tuple((name, value // tp) for of, name, value in pair.counts if of == module))
 
@@ -288,15 +288,14 @@ def _summed(draft: Draft, styles: Mapping[str, str]) -> dict[str, str]:
 def _derived(draft: Draft) -> dict[str, str]:
     """Return the styles of the pairs that a trace of the model found; the rest of a layer is computed whole by each rank."""
     styles: dict[str, str] = {}
-    pairs = draft.pairs
-    for pair in pairs.found:
+    for pair in pairs_beside(draft):
         if pair.blocks % draft.layout.size("tp") == 0:
             form = "_transposed" if draft.model.modules[pair.second].transposed else ""
             styles |= {**dict.fromkeys(pair.firsts, f"colwise{form}"), pair.second: f"rowwise{form}"}
             styles |= {name: NORM for name, _ in pair.norms}
     styles |= mixer_styles(draft)  # they alone are enough
     if styles:  # the vocabulary alone would not be worth it
-        styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
+        styles |= dict(zip(draft.pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     return _patterns(draft, styles)
 
 
