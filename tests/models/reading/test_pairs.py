@@ -42,8 +42,8 @@ class Changed(nn.Module):
         return output + hidden if self.around else output
 
 
-def changed(between: object, around: bool = False) -> LlamaForCausalLM:
-    model = tiny_model("llama", meta=True)
+def changed(between: object, around: bool = False, **sizes: int) -> LlamaForCausalLM:
+    model = tiny_model("llama", meta=True, **sizes)
     for layer in model.model.layers:
         layer.mlp = Changed(layer.mlp, between, around)
     return model
@@ -311,6 +311,16 @@ def test_a_plan_of_ones_own_says_that_a_norm_is_sliced(style: dict[str, str], pr
         rows({NORM: "norm_of_features", "model.layers.*.self_attn.q_proj": "colwise_gather_output"})
 
 
+def test_a_norm_on_slices_of_other_widths_is_refused() -> None:
+    model = changed(lambda module, inner: module.norm(inner), intermediate_size=45)
+    for layer in model.model.layers:
+        layer.mlp.norm = Norm(45, lambda own, inner: own.weight * (inner * mean_of_squares(inner)))
+        del layer.mlp.scale
+    options = ParallelOptions(param_dtype=None)  # the styles that Llama declares
+    with pytest.raises(PlanError, match="takes means over slices of 45 features or heads, which tp must divide"):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), options)
+
+
 @pytest.mark.parametrize(
     ("between", "operator"),
     [
@@ -389,7 +399,8 @@ def test_styles_of_a_model_that_declares_none() -> None:
 
 def test_a_model_without_pairs_has_no_styles() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", num_hidden_layers=2, hidden_size=32))
+        sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", **sizes))
     with pytest.raises(
         PlanError, match="derived: no linear layer puts out features that enter another one without being mixed"
     ):

@@ -81,7 +81,7 @@ def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorPara
     assigned, found = assign_styles(draft, level, styles)
     problems += found
     if not (draft.problems or problems) and level != "derived":
-        problems += misfits_of_norms(draft.pairs, assigned.modules)
+        problems += misfits_of_norms(draft.pairs, assigned.modules, tp)
     normed = {name for pair in draft.pairs.found if pair.norms for name in pair.firsts}
     mixers = shared_mixers(draft)
     for name, operator in draft.pairs.mixed.items() if not (draft.problems or problems) and level != "derived" else ():

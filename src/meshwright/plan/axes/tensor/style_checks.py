@@ -12,6 +12,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.errors import Refusal
+from meshwright.layout import divisors
 from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, NORM, SECOND, STYLES, canonical, tp_dim
 from meshwright.plan.axes.tensor.with_adapters import small_of_experts
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
@@ -115,13 +116,19 @@ def style_problems(
             )
 
 
-def misfits_of_norms(pairs: Pairs, styles: Mapping[str, str]) -> Iterator[Refusal]:
+def misfits_of_norms(pairs: Pairs, styles: Mapping[str, str], tp: int) -> Iterator[Refusal]:
     """Yield a problem for each norm over features that is sliced and the features are not, or the other way round."""
     known: dict[str, bool] = {}
     for pair in pairs.found:
         for name, _ in pair.norms:
             known[name] = all(styles.get(first) in FIRST for first in pair.firsts)
-            if known[name] and styles.get(name) != NORM:
+            if known[name] and pair.blocks % tp:
+                yield Refusal(
+                    "tp.entries",
+                    f"tp={tp}: {name!r} takes means over slices of {pair.blocks} features or heads, which tp must divide; "
+                    f"legal are {', '.join(map(str, divisors(pair.blocks)))}",
+                )
+            elif known[name] and styles.get(name) != NORM:
                 yield Refusal(
                     "tp.style.misfit",
                     f"{name!r} has the style {styles.get(name, 'none')}, but takes means over the features of "
