@@ -62,6 +62,24 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "xLSTM: heads that a config counts": (
+        {
+            "model_type": "xlstm", "hidden_size": 256, "embedding_dim": 256, "num_hidden_layers": 4, "num_blocks": 4,
+            "num_heads": 8, "vocab_size": 512,
+        },
+        {},
+    ),
+    "MiniMax: lightning attention": (
+        {
+            "model_type": "minimax", **HYBRID, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 4,
+            "block_size": 64, "num_local_experts": 4,
+        },
+        {},
+    ),
+    "LFM2: the tokens before": (
+        {"model_type": "lfm2", **HYBRID, "num_hidden_layers": 4, "layer_types": ["conv"] * 3 + ["full_attention"]},
+        {},
+    ),
     "BLOOM: its own attention": ({"model_type": "bloom", "hidden_size": 256, "n_head": 8, "n_layer": 4, "vocab_size": 512}, {}),
     "Pegasus: its own positions": (
         {

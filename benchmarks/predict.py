@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from meshwright.plan.cost.hardware import Hardware, load_hardware
-from meshwright.trace.memory import Traces
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import judge
 from meshwright.train.config import RunConfig

@@ -31,8 +31,8 @@ def forecast(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
     """Print the milliseconds of a plan and of a price, as JSON."""
     from meshwright.cli.arguments import load_run
     from meshwright.plan.cost.hardware import load_hardware
+    from meshwright.trace.few_layers import Traces
     from meshwright.trace.forecasts import Forecasts
-    from meshwright.trace.memory import Traces
     from meshwright.trace.time import forecast_time
     from meshwright.trace.verdict import fit
     from meshwright.train.start.setup import change_setup, make_setup

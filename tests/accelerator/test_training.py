@@ -237,8 +237,8 @@ def test_training_on_four_ranks(
     compare(tiny, (*every, *overrides_of(case, weights(case.model))), four, four_on_cpu, case)
 
 
-TOO_MUCH = {"pp 1f1b": 0.10}
-"""Layouts for which the forecast is above the peak by more than a twentieth: a stage does not fill all that it may."""
+TOO_MUCH = {"pp zero bubble": 0.08}
+"""Layouts for which the forecast is above the peak by more than a twentieth."""
 
 
 TO_THE_BYTE = {"defer", "recomputed", "lora", "muon", "replicas", "tied"}
@@ -250,7 +250,8 @@ NUMBERS = 128
 @pytest.mark.parametrize(
     "name",
     [
-        "defer", "reduce each", "tp", "recomputed", "ep", "pp 1f1b", "cp gather", "cp ring", "lora", "muon", "replicas", "tied"
+        "defer", "reduce each", "tp", "recomputed", "ep", "cp gather", "cp ring", "lora", "muon", "replicas", "tied",
+        "pp gpipe", "pp 1f1b", "pp interleaved", "pp zero bubble", "pp zbv", "pp dualpipe_v",
     ],
 )  # fmt: skip
 def test_the_peak_of_memory_is_the_forecast(tiny: Tiny, weights: Callable[[str], Path], two: Workers, name: str) -> None:

@@ -65,6 +65,26 @@ def test_ranks_compute_what_one_process_does(
     assert report.worst_gradient < 1e-12
 
 
+def few_states(trainer: RankTrainer) -> None:
+    """No more microbatches have keys and values on a rank than torch's order starts before the first one is over."""
+    own, states = passes(trainer), []
+    inner = own._encode
+
+    def encode(received: Any, state: dict[str, Any], batch: Any) -> torch.Tensor:
+        states.append(state)
+        sent: torch.Tensor = inner(received, state, batch)
+        assert sum(map(bool, states)) <= 4
+        return sent
+
+    own._encode = encode
+
+
+def test_a_microbatch_leaves_nothing_on_its_ranks(auditor: Auditor, tmp_path: Path) -> None:
+    built = case(tmp_path, "pp 2", Variant(SyncPolicy.DEFER, "float64", 8, False, False))
+    report = auditor.audit(built, 2, plants=[few_states])
+    assert report.passed, [finding.message for finding in report.findings]
+
+
 def passes(trainer: RankTrainer) -> Any:
     (part,) = models_of(trainer.model)
     return passes_of_model(part)

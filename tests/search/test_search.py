@@ -25,8 +25,8 @@ from meshwright.search.candidate_price import Price, Pricer
 from meshwright.search.find import find_best, front_of
 from meshwright.search.measure import Trial, measure, trial_of
 from meshwright.search.space import Branch, Candidate, Space
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.kept_traces import TraceStore
-from meshwright.trace.memory import Traces
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import fit
 from meshwright.train.config import RunConfig, overridden

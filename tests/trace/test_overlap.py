@@ -69,9 +69,9 @@ def test_a_ring_waits_for_the_gradients_of_its_last_part() -> None:
 def test_a_pipeline_waits_for_messages(schedule: str, messages: int) -> None:
     """A stage alone on its rank waits for every message, and the last one for its own last one; others mostly do not."""
     plan = plan_of(layout={"pp": 2}, parallel={"pipeline": {"schedule": schedule}})
-    compute = 1e6
-    bubble, waits = waits_of_pipeline(plan, 1, compute, price)
-    again, none = waits_of_pipeline(plan, 1, compute, lambda *_: 0.0)
+    stages = [1e6 * row.cost for row in plan.stages]
+    bubble, waits = waits_of_pipeline(plan, 1, stages, price)
+    again, none = waits_of_pipeline(plan, 1, stages, lambda *_: 0.0)
     assert bubble == again > 0
     assert none == 0
     if messages:

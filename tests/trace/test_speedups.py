@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.plan.cost.hardware import load_hardware
-from meshwright.trace.memory import Traces
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.speedups import Speedup, find_speedups
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import fit

@@ -10,8 +10,8 @@ from meshwright.layout import Layout
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals_of_rank
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.layer_work import SHAPES, LayerWork, Rates
-from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
 from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.work import Work

@@ -24,8 +24,8 @@ from meshwright.distributed.slices import whole_tensor
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.price import totals
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.layer_work import SHAPES
-from meshwright.trace.memory import Traces
 from meshwright.trace.show import show_time
 from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.verdict import judge

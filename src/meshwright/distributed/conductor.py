@@ -17,6 +17,7 @@ from meshwright.distributed.context.attend import attend_over_ranks
 from meshwright.distributed.context.cache_door import give_cache
 from meshwright.distributed.context.count_positions import count_positions
 from meshwright.distributed.context.share_heads import share_heads
+from meshwright.distributed.context.take_before import take_tokens_before
 from meshwright.distributed.data.fsdp_units import prefetch, wrap
 from meshwright.distributed.data.twin_units import join_twins, part_twins
 from meshwright.distributed.experts.placement import dispatch_tokens
@@ -50,9 +51,10 @@ from meshwright.plan.result.program import (
     Recompute,
     ShareHeads,
     Slice,
+    TakeTokensBefore,
     Wrap,
 )
-from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import NO_PROGRAM, ShardingPlan
 
 __all__ = ["PERFORMERS", "parallelize"]
 
@@ -64,6 +66,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     Compute: compute_with_slices,
     Dispatch: dispatch_tokens,
     Attend: attend_over_ranks,
+    TakeTokensBefore: take_tokens_before,
     ShareHeads: share_heads,
     CountPositions: count_positions,
     GiveCache: give_cache,
@@ -110,10 +113,7 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     problems = Problems()
     if not plan.program:
-        problems.add(
-            "plan.model",
-            "the plan has no program, because an earlier version of Meshwright wrote it; make it anew with resolve()",
-        )
+        problems.add("plan.model", NO_PROGRAM)
     if mesh.layout != plan.layout:
         problems.add("plan.mesh", f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

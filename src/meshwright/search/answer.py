@@ -11,8 +11,8 @@ from meshwright.plan.show.summary import seconds_text
 from meshwright.search.candidate_price import Price, Pricer, limit_of, words_of
 from meshwright.search.find import MOST, Tally, find_best
 from meshwright.search.space import Candidate, Space
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.kept_traces import TraceStore
-from meshwright.trace.memory import Traces
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import fit
 from meshwright.train.config import RunConfig

@@ -24,7 +24,7 @@ from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import EXPERTS, shard_axis
-from meshwright.search.shared_numbers import MODE, Numbers, Slices
+from meshwright.search.shared_numbers import MODE, SCHEDULE, STAGES, Numbers, Slices
 from meshwright.search.space import Branch, Candidate
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.layer_work import Rates
@@ -37,8 +37,6 @@ __all__ = ["Bounds"]
 
 ROUNDED = 0.98
 """Padding makes shards of a small world a little larger than their share of those of a large one."""
-
-SCHEDULE, STAGES = "parallel.pipeline.schedule", "parallel.pipeline.stages_per_rank"
 
 LONG = 2
 """Microbatches for each rank of `pp` from which on no more are alive at once, and a split backward may fill all waits."""
@@ -84,15 +82,21 @@ class Bounds:
             row = sum(spent(self.numbers.sliced_work(branch, values)).values()) / layout.size("cp") + again / cut
         else:
             row = min(sum(spent(self.numbers.work(mode)).values()) for mode in modes) / cut
-        least = branch.rows * branch.microbatches * row / pp
+        work, exchanged, even = branch.rows * branch.microbatches * row / pp, 0.0, 1.0
         if slices is not None:
             share = self._least_share(pp, values)
-            for item in slices.traffic:
-                calls, size = (share * branch.microbatches * number for number in (item.calls, branch.rows * (item.size or 0)))
-                least += collective_seconds(layout, self.hardware, item.axis, item.kind, calls, size)
-        computed = least
+            traffic, part = slices.traffic, share
+            if measured and candidate is not None:
+                (traffic, even), part = self.numbers.traffic(branch, candidate), 1.0
+            for axis, kind, calls, size in traffic:
+                times = part * branch.microbatches
+                exchanged += collective_seconds(layout, self.hardware, axis, kind, times * calls, times * branch.rows * size)
+        computed = work + exchanged
+        least = computed
         if pp > 1 and self._trained:
-            least /= 1 - ROUNDED * self._idle(branch, values)
+            # A run lasts as long as one of even stages at the least, and as the turns of the rank with the most work.
+            longer = 1 / (1 - ROUNDED * self._idle(branch, values))
+            least = longer * work + max(1.0, longer * even) * exchanged
         if slices is None:
             return least
         called = self._units_seconds(branch, slices, values, share)
@@ -173,7 +177,7 @@ class Bounds:
         values, layout, pp = dict(candidate.values), branch.layout, branch.layout.size("pp")
         slices, parallel, several = self.numbers.slices(branch, candidate), self.setup.config.parallel, branch.microbatches > 1
         offload = values.get("parallel.cpu_offload", parallel.cpu_offload)
-        state = gradients = unsharded = 0.0
+        state = gradients = unsharded = waiting = first = 0.0
         sync = values.get("parallel.sync", parallel.sync)
         stages = 1 if pp == 1 else self._schedule(values)[1]
         if slices is not None:
@@ -181,34 +185,44 @@ class Bounds:
                 state, gradients = self._of_rank(layout, slices.state), self._of_rank(layout, slices.gradients)
             if several and sync is not None:
                 unsharded += slices.gathered / pp if sync is SyncPolicy.DEFER else 0.0
-                unsharded += slices.reduced / pp if sync is not SyncPolicy.REDUCE_EACH else 0.0
+                waiting += slices.reduced / pp if sync is not SyncPolicy.REDUCE_EACH else 0.0
             unsharded += (
                 stages * slices.layer if sync is not SyncPolicy.DEFER and (pp > 1 or layout.size("dp_shard_cp") > 1) else 0
             )
-            unsharded += stages * slices.layer_gradients if pp > 1 else 0
+            first = float(slices.layer_gradients) if pp > 1 else 0.0
         mode, none = values.get(MODE, parallel.activation_checkpointing), ActivationCheckpointing.NONE
         kept, all_kept = (self.numbers.kept(branch, values, one) for one in (mode, none))
-        alive = 1.0 if pp == 1 else self._alive(branch, values)
         # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more.
         again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))
         again *= 0.5 if mode is ActivationCheckpointing.SUBMODULE else 1.0
-        activations = branch.rows * (alive * kept + again) / (layout.size("tp") * layout.size("cp"))
+        once, waited = (1.0, 1.0) if pp == 1 else self._alive(branch, values)
+        activations = max(
+            branch.rows * (alive * kept + again) / (layout.size("tp") * layout.size("cp")) + more
+            for alive, more in ((once, first), (waited, waiting))
+        )
         early = (1 + ALLOCATOR) * ROUNDED * (activations + unsharded)
-        if pp > 1 or (several and sync is SyncPolicy.REDUCE_EACH):
+        if several and sync is SyncPolicy.REDUCE_EACH and waited == once:
             early += gradients
         return self.hardware.reserved_gib * 2**30 + state + max(early, gradients)
 
-    def _alive(self, branch: Branch, values: Mapping[str, Any]) -> float:
-        """Return the least that some rank of `pp` has alive, in microbatches of the whole model, however the model is cut.
+    def _alive(self, branch: Branch, values: Mapping[str, Any]) -> tuple[float, float]:
+        """Return the least that some rank of `pp` has alive, however the model is cut: at the most, and while gradients wait.
+
+        The unit is a microbatch of the whole model.
 
         A rank with a share s of the layers and a microbatches alive has a s. The shares add up to 1. So the largest is least
-        where all are equal: there it is 1 over the sum of all 1 / a.
+        where all are equal: there it is 1 over the sum of all 1 / a. In a short run, and in gpipe, the most are alive when no
+        gradients are there yet. After one backward it is one less.
         """
         if (run := self._run_of(branch, values)) is None:
-            return 0.0
+            return 0.0, 0.0
         schedule, each, microbatches = run
         pp = branch.layout.size("pp")
-        return 1 / sum(1 / one for one in even_replay(schedule, pp, each, min(microbatches, LONG * pp)).alive)
+        alive = even_replay(schedule, pp, each, min(microbatches, LONG * pp)).alive
+        most = 1 / sum(1 / one for one in alive)
+        if schedule is not PipelineSchedule.GPIPE and microbatches >= LONG * pp:
+            return most, most
+        return most, 0.0 if min(alive) <= 1 else 1 / sum(1 / (one - 1) for one in alive)
 
     def refused(self, branch: Branch, candidate: Candidate) -> bool:
         """Return whether the slices of a candidate are refused, whatever else it chooses."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.search.space import Candidate
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.kept_traces import TraceStore
-from meshwright.trace.memory import Traces
 from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.verdict import Verdict, fit
 from meshwright.train.start.setup import RunSetup, change_setup

@@ -15,24 +15,27 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout
 from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
-from meshwright.plan.cost.activation_traffic import activation_traffic
+from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
 from meshwright.plan.given.names import within
-from meshwright.plan.result.axis_traffic import AxisTraffic
 from meshwright.plan.result.sharding_plan import EXPERTS, ShardingPlan, shard_axis
 from meshwright.plan.update.states import state_bytes
 from meshwright.search.space import Branch, Candidate
+from meshwright.trace.few_layers import Traces, kept_activations
 from meshwright.trace.fewer import world_of
 from meshwright.trace.kept_traces import TraceStore
-from meshwright.trace.layer_work import LayerWork
-from meshwright.trace.memory import Traces, kept_activations
+from meshwright.trace.layer_work import LayerWork, layers_on
 from meshwright.trace.work import Work
 from meshwright.train.start.setup import RunSetup, change_setup
 
-__all__ = ["MODE", "Numbers", "Slices"]
+__all__ = ["MODE", "SCHEDULE", "STAGES", "Numbers", "Slices"]
 
 Choices = tuple[tuple[str, Any], ...]
 """Keys of a configuration, each with a value."""
+
+Calls = tuple[str, str, float, float]
+"""Axis and kind of collectives, their number, and their bytes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Slices:
     """What a plan of one stage says of all layouts with the same slices.
 
     Attributes:
-        traffic: collectives of activations in a microbatch of one sequence.
+        traffic: collectives of activations in a microbatch of one sequence, if nothing is recomputed.
         state: bytes of the shards of parameters and moments of what is no expert, as if nothing sharded it, and of experts.
         gradients: the same of the shards of gradients.
         updated: the same of what an update reads and writes.
@@ -52,7 +55,7 @@ class Slices:
         units: the collectives over data ranks, by the kind of units and whether they are in layers.
     """
 
-    traffic: tuple[AxisTraffic, ...]
+    traffic: tuple[Calls, ...]
     state: tuple[float, float]
     gradients: tuple[float, float]
     updated: tuple[float, float]
@@ -93,6 +96,7 @@ class Numbers:
         self._work: dict[ActivationCheckpointing, Counter[Work]] = {}
         self._sliced_work: dict[tuple[Any, ...], Counter[Work]] = {}
         self._kept: dict[Choices, int] = {}
+        self._traffic: dict[tuple[Layout, Choices], tuple[tuple[Calls, ...], float]] = {}
 
     def slices(self, branch: Branch, candidate: Candidate) -> Slices | None:
         """Return what all layouts with the same slices share; ``None``: they are refused."""
@@ -102,6 +106,32 @@ class Numbers:
         if key not in self._slices:
             self._slices[key] = self._find(layout, chosen)
         return self._slices[key]
+
+    def traffic(self, branch: Branch, candidate: Candidate) -> tuple[tuple[Calls, ...], float]:
+        """Return the collectives of activations in a microbatch of one sequence, and the evenness of stages.
+
+        The collectives are those of the rank of `pp` that a price takes. Which one that is depends on how layers are cut and
+        parameters sharded, but not on replicas. The evenness is the mean number of layers of a rank over the largest.
+        """
+        values, pp = dict(candidate.values), branch.layout.size("pp")
+        mode = values.get(MODE, self.setup.config.parallel.activation_checkpointing)
+        chosen = ((MODE, mode), *_chosen(values, *_SLICING, SCHEDULE, STAGES))
+        layout = replace(branch.layout, dp_replicate=1)
+        key = (layout, chosen)
+        if key not in self._traffic:
+            whole = layout.resolve(branch.layout.world_size // branch.layout.size("dp_replicate"))
+            try:  # with as many microbatches as every schedule takes
+                plan = self._run(whole, chosen, microbatches=1 if pp == 1 else 2 * pp).plan
+            except MeshwrightError:
+                return (), 1.0
+            found = (item for item in activation_traffic(plan) if item.size and item.kind != "send")
+            times = {axis: (1 + repeated_share(plan, axis)) / plan.options.microbatches for axis in ("tp", "cp", "ep", "dp")}
+            calls = tuple(
+                (item.axis, item.kind, item.calls * times[item.axis], (item.size or 0) * times[item.axis]) for item in found
+            )
+            most = max(len(layers_on(plan, stages_of_rank(plan, rank))) for rank in range(pp))
+            self._traffic[key] = calls, len(plan.layers) / pp / max(1, most)
+        return self._traffic[key]
 
     def _find(self, layout: Layout, chosen: Choices) -> Slices | None:
         ranks = layout.world_size // (layout.size("pp") * layout.size("dp_replicate"))
@@ -126,7 +156,11 @@ class Numbers:
         ]
         trained = [[row for unit in turn for row in plan.rows(unit) if row.trainable] for turn in layers]
         return Slices(
-            traffic=tuple(item for item in activation_traffic(plan) if item.size and item.kind != "send"),
+            traffic=tuple(
+                (item.axis, item.kind, float(item.calls), float(item.size))
+                for item in activation_traffic(plan)
+                if item.size and item.kind != "send"
+            ),
             state=(state[False], state[True]),
             gradients=(gradients[False], gradients[True]),
             updated=(updated[False], updated[True]),
@@ -138,10 +172,10 @@ class Numbers:
             units=_units_of(plan),
         )
 
-    def _run(self, layout: Layout, chosen: Choices, rows: int = 1) -> RunSetup:
-        """Return a run of one microbatch of some sequences."""
+    def _run(self, layout: Layout, chosen: Choices, rows: int = 1, microbatches: int = 1) -> RunSetup:
+        """Return a run of one or some microbatches of some sequences."""
         config = Candidate(layout, (*_PLAIN, ("training.microbatch_size", rows), *chosen)).config(self.setup.config)
-        training = config.training.model_copy(update={"global_batch_size": rows * layout.size("dp")})
+        training = config.training.model_copy(update={"global_batch_size": rows * layout.size("dp") * microbatches})
         return change_setup(self.setup, config.model_copy(update={"training": training}), layout.world_size)
 
     def work(self, mode: ActivationCheckpointing) -> Counter[Work]:
@@ -207,6 +241,7 @@ def _units_of(plan: ShardingPlan) -> dict[tuple[str, bool], Units]:
 
 
 MODE = "parallel.activation_checkpointing"
+SCHEDULE, STAGES = "parallel.pipeline.schedule", "parallel.pipeline.stages_per_rank"
 _SLICING = ("parallel.sequence_parallel", "parallel.context_parallel")
 
 _PLAIN: tuple[tuple[str, Any], ...] = (

@@ -247,7 +247,7 @@ class _Numbers:
             return 1 if value == 1 else self.new_heads
         if value == self.kv or "kv" in key or "key_value" in key:
             return min(value, self.new_kv)
-        return max(1, value * self.new_heads // self.heads)
+        return max(2, value * self.new_heads // self.heads)  # several heads stay several
 
     def size(self, key: str, value: int) -> int:
         """Reduced in proportion to the hidden size, to a multiple of 8 (grouped_mm needs strides of 16 bytes) and of tp."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.plan.cost.hardware import Hardware
-from meshwright.trace.memory import Traces
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.speedups import Speedup, find_speedups
 from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.verdict import Verdict, judge

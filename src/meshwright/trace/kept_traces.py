@@ -65,15 +65,18 @@ class SmallTrace:
         """
         content = json.loads(text)
         step = content.pop("step")
-        moments = {name: {Kind(key): int(size) for key, size in held.items()} for name, held in step["moments"].items()}
+        moments, noted = (
+            {name: {Kind(key): int(size) for key, size in held.items()} for name, held in step[kind].items()}
+            for kind in ("moments", "noted")
+        )
         work = {name: {Work(key): int(size) for key, size in done.items()} for name, done in step["work"].items()}
-        step = StepTrace(moments, work, int(step["microbatches"]), int(step["state"]), int(step["peak"]))
+        step = StepTrace(moments, work, int(step["microbatches"]), noted, int(step["state"]), int(step["peak"]))
         return cls(step, tuple(map(str, content.pop("layers"))), **{name: int(size) for name, size in content.items()})
 
     def to_json(self) -> str:
         """Return the trace as text."""
         step = vars(self.step) | {
-            name: {one: dict(of) for one, of in vars(self.step)[name].items()} for name in ("moments", "work")
+            name: {one: dict(of) for one, of in vars(self.step)[name].items()} for name in ("moments", "noted", "work")
         }
         return json.dumps({**vars(self), "step": step})
 

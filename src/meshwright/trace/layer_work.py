@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.result.sharding_plan import ShardingPlan
-from meshwright.trace.memory import Traces
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
 from meshwright.trace.work import Work
 from meshwright.train.start.setup import RunSetup
 
-__all__ = ["MEMORY_REACHED", "SHAPES", "LayerWork", "Rates"]
+__all__ = ["MEMORY_REACHED", "SHAPES", "LayerWork", "Rates", "layers_on"]
 
 OPERATIONS = (Work.PRODUCTS, Work.PRODUCTS_FP32, Work.ATTENTION)
 
@@ -118,16 +118,20 @@ class LayerWork:
 
     def on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp`."""
+        return self.on_stages(plan, stages_of_rank(plan, rank))
+
+    def on_stages(self, plan: ShardingPlan, stages: Sequence[int]) -> Counter[Work]:
+        """Return the work of some stages of a rank."""
         total = Counter(dict.fromkeys(Work, 0))
-        for name in self._layers_of(plan, rank):
+        for name in layers_on(plan, stages):
             total.update(self.layers[self.kinds[name]])
-        total.update(self.outside_layers(plan, stages_of_rank(plan, rank)))
+        total.update(self.outside_layers(plan, stages))
         return total
 
     def forward_on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp` in a forward alone, of which that of the head is a third of its work in a step."""
         total = Counter(dict.fromkeys(Work, 0))
-        for name in self._layers_of(plan, rank):
+        for name in layers_on(plan, stages_of_rank(plan, rank)):
             total.update(self.forward[self.kinds[name]])
         if not plan.stages or len(plan.stages) - 1 in stages_of_rank(plan, rank):
             total.update({kind: value / 3 for kind, value in self.loss.items()})
@@ -141,7 +145,7 @@ class LayerWork:
 
     def by_kind(self, plan: ShardingPlan, rank: int) -> dict[str, Counter[Work]]:
         """Return the work of a rank of `pp` by kind of layer, and the rest."""
-        names = self._layers_of(plan, rank)
+        names = layers_on(plan, stages_of_rank(plan, rank))
         alike: dict[int, list[str]] = {}
         for name in names:
             if self.kinds[name] in self.known:
@@ -154,16 +158,17 @@ class LayerWork:
         }
         return {**found, "the rest": _difference(self.on_rank(plan, rank), _sum(found))}
 
-    def _layers_of(self, plan: ShardingPlan, rank: int) -> list[str]:
-        if not plan.stages:
-            return list(plan.layers)
-        # Stages of several passes share their layers, whose work is that of all passes.
-        return list(dict.fromkeys(name for stage in stages_of_rank(plan, rank) for name in plan.stages[stage].layers))
-
     def whole_model(self) -> float:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
         forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in OPERATIONS)
         return 3 * forward + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
+
+
+def layers_on(plan: ShardingPlan, stages: Sequence[int]) -> list[str]:
+    """Return the layers of some stages of a rank. Those of several passes share their layers, with the work of all passes."""
+    if not plan.stages:
+        return list(plan.layers)
+    return list(dict.fromkeys(name for stage in stages for name in plan.stages[stage].layers))
 
 
 def _microbatch_work(trace: StepTrace) -> dict[str, Counter[Work]]:

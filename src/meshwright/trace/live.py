@@ -47,6 +47,9 @@ class Kind(StrEnum):
     COMMUNICATION = "communication"
     """Buffers of other collectives."""
 
+    OUTPUTS = "outputs"
+    """What operators made of parameters in forward, in all, dead or alive: never a part of what is held."""
+
     ACTIVATIONS = "activations"
     """All the rest: what backward needs, and what lives for a moment."""
 
@@ -67,6 +70,8 @@ class LiveBytes(TorchDispatchMode):
             Those that wait for a second backward are in no module, but in autograd.
         by_kind: bytes now, by what they are for.
         moments: name of each moment to the bytes by kind when it held the most (:meth:`begin`).
+        outputs: bytes of what operators made of parameters in forward.
+        noted: bytes by kind when something was noted (:meth:`note`).
         paused: whether new tensors are no memory of the step.
     """
 
@@ -80,9 +85,10 @@ class LiveBytes(TorchDispatchMode):
         groups = [group for unit in fsdp_units(model).values() for group in _torch_compat.param_groups(unit)]
         self.units = [held for group in groups for held in group.fsdp_params]
         self.shapes = {tuple(sorted(held._orig_size)) for held in self.units if len(held._orig_size) > 1}
-        self.held = self.peak = self.gathered = self.gradients = 0
+        self.held = self.peak = self.gathered = self.gradients = self.outputs = 0
         self.by_kind: Counter[Kind] = Counter()
         self.moments: dict[str, Counter[Kind]] = {}
+        self.noted: dict[str, Counter[Kind]] = {}
         self._moment, self._most = "", -1
         self._alive: dict[int, tuple[weakref.ref[Any], int, Kind]] = {}
         for tensor in (*model.parameters(), *model.buffers(), *others):
@@ -94,6 +100,10 @@ class LiveBytes(TorchDispatchMode):
         self._moment = moment
         self._most = sum(self.moments[moment].values()) if moment in self.moments else -1
         self._note_peak()
+
+    def note(self, name: str) -> None:
+        """Keep what is held now under a name, and the outputs of parameters until now."""
+        self.noted[name] = Counter({**self.by_kind, Kind.OUTPUTS: self.outputs})
 
     def __enter__(self) -> Self:
         self._resize, mode = torch.UntypedStorage.resize_, self
@@ -122,6 +132,8 @@ class LiveBytes(TorchDispatchMode):
         for item in tree_iter((() if func.is_view else result, args if is_collective else ())):
             if isinstance(item, torch.Tensor):
                 self._see(item)
+        if not (is_collective or func.is_view or _torch_compat.in_backward()) and self._reads_parameters(args):
+            self.outputs += sum(item.nbytes for item in tree_iter(result) if isinstance(item, torch.Tensor))
         if is_collective:
             self._mark(func.name(), args, kwargs or {})
         elif func is torch.ops.aten.div.Tensor and self._is_packed(args[0]):
@@ -134,6 +146,11 @@ class LiveBytes(TorchDispatchMode):
             ahead = args[0].untyped_storage().nbytes() if func.name() == "c10d::_allgather_base_" else 0
             self.gathered = max(self.gathered, _gathered_bytes(self.units) + ahead)
         return result
+
+    def _reads_parameters(self, args: Any) -> bool:
+        """Return whether an operator is given a gathered parameter beside something else."""
+        given = [self._alive.get(item.untyped_storage()._cdata) for item in args if isinstance(item, torch.Tensor)]
+        return len(given) > 1 and any(known is not None and known[2] is Kind.GATHERED for known in given)
 
     def _is_packed(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the gradients of a unit in a row, as FSDP reduces them.

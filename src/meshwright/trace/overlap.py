@@ -162,16 +162,16 @@ def exposed_of_ring(plan: ShardingPlan, length: int, speeds: Speeds, price: Pric
     return plan.options.microbatches * total
 
 
-def waits_of_pipeline(plan: ShardingPlan, rank: int, compute: float, price: Price) -> tuple[float, float]:
+def waits_of_pipeline(plan: ShardingPlan, rank: int, stages: Sequence[float], price: Price) -> tuple[float, float]:
     """Return the seconds of an optimizer step in which a rank of `pp` waits for what other ranks compute, and for messages.
 
     Args:
         plan: a plan with stages.
         rank: the rank.
-        compute: seconds that its own turns take.
+        stages: of each stage, the seconds of all turns of a microbatch.
         price: seconds of a collective.
     """
-    times = pipeline_times(plan, rank, compute, price)
+    times = pipeline_times(plan, rank, stages, price)
     return times.bubble, times.messages
 
 
@@ -180,31 +180,28 @@ class PipelineTimes:
     """A run of a pipeline's schedule, with messages.
 
     Attributes:
-        run: the run.
-        scale: seconds of its unit of time.
+        run: the run, in seconds.
         message: seconds of a message.
         bubble: seconds of a step in which the rank waits for what others compute.
         messages: seconds by which messages make a step longer.
     """
 
     run: Replay
-    scale: float
     message: float
     bubble: float
     messages: float
 
 
-def pipeline_times(plan: ShardingPlan, rank: int, compute: float, price: Price) -> PipelineTimes:
+def pipeline_times(plan: ShardingPlan, rank: int, stages: Sequence[float], price: Price) -> PipelineTimes:
     """Replay a plan's schedule in seconds; the arguments are those of :func:`waits_of_pipeline`."""
-    alone, runs = replay_of_plan(plan), plan.options.runs_per_step
-    second = alone.length * (1 - alone.idle[rank]) * runs / compute  # in the unit of the replay
+    alone, runs = replay_of_plan(plan, seconds=stages), plan.options.runs_per_step
+    bubble = alone.length * alone.idle[rank] * runs
     messages, size = pipeline_messages(plan, rank)
-    bubble = alone.length * alone.idle[rank] * runs / second
     if not messages or size is None:
-        return PipelineTimes(alone, 1 / second, 0.0, bubble, 0.0)
-    message = price("pp", "send", size // messages) * second / runs
-    run = replay_of_plan(plan, message=message)
-    return PipelineTimes(run, 1 / second, message / second, bubble, (run.length - alone.length) * runs / second)
+        return PipelineTimes(alone, 0.0, bubble, 0.0)
+    message = price("pp", "send", size // messages) / runs
+    run = replay_of_plan(plan, seconds=stages, message=message)
+    return PipelineTimes(run, message, bubble, (run.length - alone.length) * runs)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.price import totals
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, with_values, without_axis
-from meshwright.trace.memory import Traces
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.verdict import Verdict, fit
 from meshwright.train.start.setup import RunSetup, change_setup

@@ -46,6 +46,9 @@ __all__ = ["StepTrace", "run_step", "time_step", "trace_step"]
 FORWARD, LOSS, UPDATE = "forward", "loss", "update"
 """Names of moments of a step; the others are the backward of each layer, by its name."""
 
+BEFORE_LOSS, AFTER_LOSS = "before the loss", "after the loss"
+"""Names of what is noted: when the last layer's forward is over, and when the loss is computed, both before any backward."""
+
 
 @dataclass(frozen=True)
 class StepTrace:
@@ -56,6 +59,7 @@ class StepTrace:
             the backward of each layer under its name, and ``update``.
         work: the same moments to the work of the rank by kind, of all microbatches.
         microbatches: number of microbatches of the step.
+        noted: the bytes by kind in the first microbatch, before the loss and after it.
         state: bytes of shards of parameters and of the optimizer's state, and buffers.
         peak: the most bytes at once.
     """
@@ -63,6 +67,7 @@ class StepTrace:
     moments: Mapping[str, Mapping[Kind, int]]
     work: Mapping[str, Mapping[Work, int]]
     microbatches: int
+    noted: Mapping[str, Mapping[Kind, int]]
     state: int
     peak: int
 
@@ -132,7 +137,7 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         with live, WorkCounter() as work, report_attention(work.attended), without_propagation(live, work):
             state = live.held
             step(live, work)
-    return StepTrace(live.moments, work.moments, len(step.batches), state, live.peak)
+    return StepTrace(live.moments, work.moments, len(step.batches), live.noted, state, live.peak)
 
 
 def time_step(setup: RunSetup, kind: str, runs: int = 5) -> float:
@@ -164,9 +169,18 @@ class _Step:
     batches: list[Batch]
 
     def __call__(self, *watching: LiveBytes | WorkCounter) -> None:
+        first = True
+
+        def note(name: str) -> None:
+            for one in watching if first else ():
+                if isinstance(one, LiveBytes):
+                    one.note(name)
+
         def begin(moment: str) -> None:
             for one in watching:
                 one.begin(moment)
+            if moment == LOSS:
+                note(BEFORE_LOSS)
 
         setup = self.setup
         layers = [(name, setup.model.get_submodule(name)) for name in setup.plan.layers]
@@ -175,6 +189,8 @@ class _Step:
             for _, batch in self.sync.microbatches(self._prepared(begin)):
                 begin(FORWARD)
                 terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
+                note(AFTER_LOSS)
+                first = False
                 sum(terms).backward()  # type: ignore[union-attr]  # at least one term
         begin(UPDATE)
         self.optimizer.step()

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
-from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import parts_of_rank, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
 from meshwright.plan.cost.hardware import Hardware
@@ -20,14 +20,24 @@ from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals
 from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.plan.update.states import orthogonalised, update_traffic
-from meshwright.trace.layer_work import LayerWork, Rates
-from meshwright.trace.memory import Traces
+from meshwright.trace.few_layers import Traces
+from meshwright.trace.layer_work import LayerWork, Rates, layers_on
 from meshwright.trace.overlap import Price, Recording, Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
 from meshwright.train.forecast import operations_of_step
 from meshwright.train.start.setup import RunSetup
 from meshwright.train.start.teacher_setup import BYTES
 
-__all__ = ["COMPUTE", "HOST_MEMORY", "TEACHER", "StageTurns", "TimeForecast", "forecast_time", "price_of", "stage_turns"]
+__all__ = [
+    "COMPUTE",
+    "HOST_MEMORY",
+    "TEACHER",
+    "StageTurns",
+    "TimeForecast",
+    "forecast_time",
+    "price_of",
+    "seconds_of_stages",
+    "stage_turns",
+]
 
 COMPUTE = ("products", "attention", "elementwise", "launches")
 """The parts of a step that are the compute of its microbatches."""
@@ -114,7 +124,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         parts["cp"] = parts.get("cp", 0.0) + ring
     waits = sum(parts.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / microbatches / max(1, len(own.layers))
     if plan.stages:
-        parts["bubble"], parts["pp"] = waits_of_pipeline(plan, rank, sum(parts.values()), price)
+        parts["bubble"], parts["pp"] = waits_of_pipeline(plan, rank, seconds_of_stages(plan, whole, rates, waits), price)
     parts["data ranks"] = 0.0
     for one in stages_of_rank(plan, rank):
         parts["data ranks"] += stage_turns(plan, one, whole, rates, waits).exposed(hardware)
@@ -228,6 +238,19 @@ def stage_turns(plan: ShardingPlan, stage: int, whole: LayerWork, rates: Rates, 
     ahead = {name: sum(rates.spent(whole.forward[kind]).values()) for name, kind in kinds.items()}
     turns = {name: Turn(ahead[name] + waits / 2, both[name] - ahead[name] + waits / 2) for name in kinds}
     return StageTurns(part, turns, sum(rates.spent(whole.outside_layers(plan, [stage])).values()), waits / 2)
+
+
+def seconds_of_stages(plan: ShardingPlan, whole: LayerWork, rates: Rates, waits: float) -> list[float]:
+    """Return for each stage of a pipeline how long all turns of a microbatch take; see :func:`stage_turns`."""
+    found = [0.0] * len(plan.stages)
+    for rank in range(plan.layout.size("pp")):
+        for stages in parts_of_rank(plan, rank):
+            total = sum(rates.spent(whole.on_stages(plan, stages)).values()) + waits * len(layers_on(plan, stages))
+            # Of several passes, those between the first and the last have no backward.
+            parts = [plan.stages[stage].cost * (3 if stage in (stages[0], stages[-1]) else 1) for stage in stages]
+            for stage, part in zip(stages, parts, strict=True):
+                found[stage] = total * part / sum(parts)
+    return found
 
 
 def price_of(layout: Layout, hardware: Hardware) -> Price:

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -59,7 +60,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "q_lora_rank": None,
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_local_experts": 4, "first_k_dense_replace": 2,
     },
-    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # by channels
+    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # a short convolution
+    "rwkv": {
+        "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64, "bos_token_id": 1, "eos_token_id": 2,
+    },  # a shift by one token before each recurrence, by channels
+    "xlstm": {
+        "vocab_size": 67, "hidden_size": 32, "embedding_dim": 32, "num_hidden_layers": 2, "num_blocks": 2, "num_heads": 4,
+        "chunk_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },  # its config has the number of heads
+    "minimax": {
+        **SIZES, "layer_types": ["linear_attention", "full_attention"], "block_size": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },  # buffers say which tokens see which
+    "recurrent_gemma": {
+        **SIZES, "num_key_value_heads": 1, "lru_width": 32, "conv1d_width": 4, "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
+    },  # its recurrence begins again where positions do
+    "zaya": {
+        **SIZES, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16, "num_experts_per_tok": 1,
+    },  # a module with convolutions, between the hidden state and the attention
     "mamba2": {
         "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2,
         "state_size": 8, "conv_kernel": 4, "chunk_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -160,6 +179,9 @@ BY_DEFAULT = [
     ("bamba of one group", LAYOUTS[0], "packed", ContextBalance.ZIGZAG),
     ("qwen3_next", LAYOUTS[0], "whole", ContextBalance.CONTIGUOUS),
     ("jamba with a bias", LAYOUTS[0], "padded", ContextBalance.ZIGZAG),
+    ("rwkv", LAYOUTS[0], "whole", ContextBalance.ZIGZAG),
+    ("xlstm", LAYOUTS[0], "padded", ContextBalance.CONTIGUOUS),
+    ("recurrent_gemma", LAYOUTS[0], "packed", ContextBalance.ZIGZAG),
 ]
 
 
@@ -176,10 +198,18 @@ def test_gradients_are_those_of_one_process(name: str, layout: dict[str, int], k
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("nemotron_h", {"all_to_all": 4}), ("falcon_mamba", {"all_to_all": 8, "all_reduce": 4})]
+    ("name", "kinds"),
+    [
+        ("nemotron_h", {"all_to_all": 4}),
+        ("falcon_mamba", {"all_to_all": 8, "all_reduce": 4}),
+        # In each of two layers two shifts by one token; the recurrence between is by channels.
+        ("rwkv", {"all_to_all": 8, "all_gather": 4, "reduce_scatter": 4}),
+        # Positions of one mixer, and keys and values of one attention.
+        pytest.param("recurrent_gemma", {"all_to_all": 4, "all_gather": 2, "reduce_scatter": 1}, marks=pytest.mark.thorough),
+    ],
 )
 def test_collectives_and_bytes_are_those_of_the_plan(name: str, kinds: dict[str, int]) -> None:
-    plan = planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=4), tokens=2 * 32 // 4)
+    plan = planned(hybrid(name, meta=True), Layout(dp_shard=1, cp=4), tokens=2 * 32 // 4, sequences=2)
 
     def on_rank(rank: int) -> None:
         model = hybrid(name)
@@ -212,11 +242,46 @@ def test_the_plan_says_what_crosses() -> None:
     assert (row.closing, row.features) == ("norm", (64, 64))
     assert dict(row.values) == {"intermediate_size": 16, "conv_dim": 32, "num_heads": 2}
     assert ShardingPlan.from_json(plan.to_json()) == plan
-    page = Console(width=200, file=io.StringIO())
-    page.print(explain(plan))
-    text = page.file.getvalue()  # type: ignore[attr-defined]
+    text = page_of(plan)
     assert "heads of mixers, for all tokens" in text
     assert "in_proj" in text
+
+
+def page_of(plan: ShardingPlan) -> str:
+    page = Console(width=200, file=io.StringIO())
+    page.print(explain(plan))
+    text: str = page.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_the_plan_says_which_tokens_before_a_module_gets() -> None:
+    plan = planned(hybrid("rwkv", meta=True), Layout(dp_shard=1, cp=2), tokens=32, sequences=2)
+    recurrence, feed_forward, *_ = plan.mixers
+    assert recurrence.shifts == (("time_shift", 1, 32, (0, "input")),)
+    assert [name for name, _ in recurrence.openings] == ["key", "value", "receptance"]
+    assert (feed_forward.before, feed_forward.width, feed_forward.openings) == (1, 32, ())
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    text = page_of(plan)
+    assert "the tokens before those of a rank" in text
+    # 2 sequences, of 2 pieces on 2 ranks each, 32 features
+    assert re.search(r"attention \(2\) +1 token in time_shift +256", text)
+    assert re.search(r"feed_forward \(2\) +1 token +256", text)
+    # 4 modules gather in forward and scatter in backward, 256 numbers of 8 bytes each
+    assert "8.0 KiB in all-gather, 8.0 KiB in reduce-scatter" in text
+
+
+def test_numbers_buffers_and_positions_of_a_mixer_are_found() -> None:
+    (xlstm, *_) = planned(hybrid("xlstm", meta=True), Layout(dp_shard=1, cp=4)).mixers
+    assert dict(xlstm.values) == {"config.num_heads": 1, "v_dim": 8, "multihead_norm.num_heads": 1}
+    (minimax,) = planned(hybrid("minimax", meta=True), Layout(dp_shard=1, cp=2)).mixers
+    # The buffers say how fast the tokens of a head decay, and which ones see which.
+    assert {name: dim for name, dim, _ in minimax.slices} == {
+        "slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1,
+    }  # fmt: skip
+    (gemma,) = planned(hybrid("recurrent_gemma", meta=True), Layout(dp_shard=1, cp=2)).mixers
+    assert gemma.positions == (1, "position_ids")
+    (lfm2,) = planned(hybrid("lfm2", meta=True), Layout(dp_shard=1, cp=2)).mixers
+    assert (lfm2.before, lfm2.width) == (2, 32)
 
 
 def test_what_cannot_be_divided_is_refused_with_what_can() -> None:

@@ -1,6 +1,9 @@
 """Stages in the plan: where models are cut, what each stage has, what is refused."""
 
+import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +13,14 @@ from meshwright.layout import Layout
 from meshwright.models.pipeline_by_hand import Pipeline
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.axes.pipeline.replay import replay_of_plan
-from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, pipeline_counts, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import (
+    crossing_shape,
+    elsewhere,
+    passes_of,
+    pipeline_counts,
+    stages_of_rank,
+    stages_with,
+)
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.cost.price import totals, totals_of_rank
 from meshwright.plan.given.closed_choices import PipelineSchedule, SyncPolicy
@@ -92,6 +102,27 @@ def test_a_plan_with_stages_survives_json() -> None:
     other = planned("qwen2", pipeline_schedule="zbv", layout=Layout(pp=2, dp_shard=1, tp=2), pipeline_cuts=(1, 2, 3))
     assert plan.diff(plan) == []
     assert other.diff(plan)
+
+
+@pytest.mark.parametrize("streams", [(), (4,)], ids=str)
+def test_a_plan_of_an_earlier_version_says_what_crosses_a_cut(streams: tuple[int, ...]) -> None:
+    plan = planned()
+    content = plan.to_dict()
+    for action in content["program"]:
+        if action["action"] == "Cut":
+            del action["sizes"]
+            action |= {"features": 32, **({"streams": list(streams)} if streams else {})}
+    older = ShardingPlan.from_json(json.dumps(content))
+    assert crossing_shape(older, 1, 3, 64) == (3, 64, *streams, 32)
+    assert streams or older == plan
+
+
+@pytest.mark.parametrize(
+    "asked", [passes_of, lambda plan: crossing_shape(plan, 1, 3, 64), lambda plan: stages_with(plan, "model")]
+)
+def test_stages_without_a_program_are_refused(asked: Callable[[ShardingPlan], Any]) -> None:
+    with pytest.raises(PlanError, match="no program, because an earlier version of Meshwright wrote it"):
+        asked(replace(planned(), program=()))
 
 
 def test_what_crosses_a_cut() -> None:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.distributed import _torch_compat
 
-__all__ = ["exchange_for_heads", "exchange_for_positions", "gather_positions"]
+__all__ = ["exchange_for_heads", "exchange_for_positions", "gather_positions", "tokens_before"]
 
 Group = dist.ProcessGroup
 Pieces = Sequence[tuple[range, ...]]
@@ -35,6 +35,26 @@ def exchange_for_positions(own: torch.Tensor, pieces: Pieces, group: Group) -> t
     """The inverse of :func:`exchange_for_heads`."""
     part: torch.Tensor = _Exchange.apply(own, pieces, group, True)
     return part
+
+
+def tokens_before(part: torch.Tensor, count: int, pieces: Pieces, rank: int, group: Group) -> list[torch.Tensor]:
+    """Return the tokens before each piece of a rank: [rows, as many as ``count`` or as there are, features].
+
+    The last tokens of all pieces are gathered; backward: reduce-scatter. All pieces are of one length.
+
+    Args:
+        part: the tokens of this rank [rows, positions, features].
+        count: number of tokens before a piece that are wanted.
+        pieces: the positions of each rank.
+        rank: index of this rank.
+        group: the ranks that share the sequence.
+    """
+    width = len(pieces[0][0])
+    few = min(count, width)  # of pieces that are shorter, all tokens of several are wanted
+    last = torch.cat([piece[:, width - few :] for piece in part.split(width, 1)], 1)
+    places = [tuple(range(own.start // width * few, own.start // width * few + few) for own in of) for of in pieces]
+    gathered = gather_positions(last.unsqueeze(1), places, group).squeeze(1)
+    return [gathered[:, max(0, place.start - count) : place.start] for place in places[rank]]
 
 
 def _in_order(by_rank: torch.Tensor, pieces: Pieces) -> torch.Tensor:

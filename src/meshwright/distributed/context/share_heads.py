@@ -12,10 +12,11 @@ The plan says which linear layers open and close a mixer (:mod:`meshwright.plan.
 The gradient of a slice is that of the whole parameter, with zeros beside it. The sum over `cp` adds them up.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -24,10 +25,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshwright.distributed.context.sequence_moves import exchange_for_heads, exchange_for_positions
+from meshwright.distributed.context.sequence_moves import exchange_for_heads, exchange_for_positions, gather_positions
+from meshwright.distributed.context.take_before import refuse_parts
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.tensor.moves import enter, leave
-from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.given.context.mixer_shares import MixerShare, blocks_of
 from meshwright.plan.given.hidden_argument import value_of, with_argument
@@ -36,9 +37,6 @@ from meshwright.plan.result.context.heads_action import ShareHeads
 __all__ = ["share_heads"]
 
 Forward = Callable[..., Any]
-
-_OF_TOKENS = re.compile("mask|seq_idx|cu_seq")
-"""Names of arguments by which families are told which tokens are padding, or where documents begin."""
 
 
 class _ReachedError(Exception):
@@ -71,7 +69,7 @@ class _Mixer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         share = self.share
         hidden: torch.Tensor = value_of(share.hidden, args, kwargs, share.module)
-        self._check(hidden, args, kwargs)
+        refuse_parts(self.mixer, hidden, args, kwargs)
         rows, tokens, width = hidden.shape
         pieces = [positions_of(tokens * self.ranks, self.ranks, self.action.balance, rank) for rank in range(self.ranks)]
         own = self._opened(hidden, args, kwargs)
@@ -79,23 +77,14 @@ class _Mixer:
         came = dict(zip(names, self._heads([own[name] for name in names], pieces), strict=True))
         whole = hidden.new_zeros(()).expand(rows, tokens * self.ranks, width)
         args, kwargs = with_argument(share.hidden, args, kwargs, lambda _: whole, share.module)
+        if share.positions:
+            args, kwargs = with_argument(share.positions, args, kwargs, lambda own: self._all(own, pieces), share.module)
         with ExitStack() as stack:
             stack.enter_context(_forwards(self.mixer, self._forwards(came, own, pieces)))
             stack.enter_context(self._of_rank())
             # Only in training are there kernels that compute all of a mixer at once, its last matrix included.
             stack.enter_context(_values([(self.mixer, {"training": False})]))
             return self.inner(*args, **kwargs)
-
-    def _check(self, hidden: torch.Tensor, args: Any, kwargs: Any) -> None:
-        leaves, _ = tree_flatten((args, kwargs))
-        masks = [item for item in leaves if isinstance(item, torch.Tensor) and item.dtype is torch.bool]
-        named = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and _OF_TOKENS.search(name)]
-        if named or any(mask.shape[:2] == hidden.shape[:2] for mask in masks):
-            raise UnsupportedError(
-                "cp.argument",
-                f"{type(self.mixer).__name__}: under context parallel a mixer takes no {' and no '.join(named) or 'mask'}, "
-                "which would be of a part of each sequence; leave it out, and give documents rows of their own",
-            )
 
     def _opened(self, hidden: torch.Tensor, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
         """Return what the openings put out for this rank's tokens."""
@@ -129,6 +118,10 @@ class _Mixer:
             pass
         return found
 
+    def _all(self, positions: torch.Tensor, pieces: Sequence[tuple[range, ...]]) -> torch.Tensor:
+        """Return the ``position_ids`` of all tokens [rows, tokens], for those of this rank's."""
+        return gather_positions(positions[:, None, :, None], pieces, self.group)[:, 0, :, 0].contiguous()
+
     def _heads(self, outputs: Sequence[torch.Tensor], pieces: Sequence[tuple[range, ...]]) -> list[torch.Tensor]:
         """Exchange the features of all heads of this rank's tokens [rows, tokens, features] for those of its heads."""
         blocks = []
@@ -159,6 +152,7 @@ class _Mixer:
         forwards: dict[str, Forward] = {}
         for path in share.paths:  # what runs before an opening has run
             forwards |= dict.fromkeys(path[:-1], _first_argument)
+        forwards |= dict.fromkeys((name for name, *_ in share.shifts), _first_argument)
         forwards |= {name: _returning(value) for name, value in came.items()}
         forwards |= {name: _returning(own[name]) for name in share.after}
         forwards |= {name: self._summing(self.mixer.get_submodule(name)) for name, _ in share.summed}
@@ -184,6 +178,22 @@ class _Mixer:
 
         return run
 
+    def _numbers(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """Return the numbers of this rank's heads: of modules, and of configs, of which modules get a copy."""
+        found: list[tuple[nn.Module, dict[str, Any]]] = []
+        configs: dict[int, Any] = {}
+        for name, value in self.share.values:
+            place, _, own = name.rpartition(".")
+            holder = reduce(getattr, place.split("."), self.mixer) if place else self.mixer
+            if isinstance(holder, nn.Module):
+                found.append((holder, {own: value}))
+            else:
+                vars(configs.setdefault(id(holder), copy(holder)))[own] = value
+        for module in self.mixer.modules() if configs else ():
+            held = {key: configs[id(config)] for key, config in vars(module).items() if id(config) in configs}
+            found += [(module, held)] if held else []
+        return found
+
     @contextmanager
     def _of_rank(self) -> Iterator[None]:
         """Inside, parameters and buffers are this rank's slices, and numbers are those of its heads."""
@@ -195,10 +205,7 @@ class _Mixer:
             parts = [held[own].narrow(dim, some.start, len(some)) for some in blocks_of(pieces, self.ranks, self.rank)]
             changes.append((held, own, parts[0] if len(parts) == 1 else torch.cat(parts, dim)))
         before = [(held, own, held[own]) for held, own, _ in changes]
-        numbers: list[tuple[nn.Module, dict[str, Any]]] = []
-        for name, value in self.share.values:
-            place, _, own = name.rpartition(".")
-            numbers.append((self.mixer.get_submodule(place), {own: value}))
+        numbers = self._numbers()
         try:
             for held, own, value in changes:
                 held[own] = value

@@ -25,7 +25,7 @@ from meshwright.plan.given.hidden_argument import HIDDEN, Argument, value_of
 from meshwright.plan.given.names import inside, within
 from meshwright.plan.result.cut_action import Cut
 
-__all__ = ["crossing_of", "cut_model", "runs"]
+__all__ = ["crossing_of", "cut_model", "cut_of_model", "runs"]
 
 _CROSSING, _CUT = "_meshwright_crossing", "_meshwright_cut"
 

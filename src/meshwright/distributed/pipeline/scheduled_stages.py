@@ -31,10 +31,10 @@ from meshwright.distributed.pipeline.cut import crossing_of
 from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.parameter_copies import local_shard, parameter_copies
 from meshwright.distributed.pipeline.passes import passes_of_model
-from meshwright.distributed.pipeline.stage import NoGradient, check_sent, scale_gradients, stage_backward
+from meshwright.distributed.pipeline.stage import NoGradient, check_sent, explained_half, scale_gradients, stage_backward
 from meshwright.distributed.pipeline.stage_parts import StageParts
 from meshwright.distributed.update.grad_clip import clip_grad_norm_
-from meshwright.errors import PlanError, UnsupportedError
+from meshwright.errors import PlanError
 from meshwright.plan.axes.pipeline.stage_plan import (
     crossing_dtype,
     crossing_shape,
@@ -113,30 +113,18 @@ class _Stage(PipelineStage):
             except RuntimeError as error:  # torch wraps the cause, and prints the batch
                 raise error.__cause__ or error from None
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self.report(f"stage {self.stage_index}, backward of microbatch {bwd_chunk_id + 1}")
-        with self.work[bwd_chunk_id].around():
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        work = self.work[bwd_chunk_id]
+        with work.around():
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.ends:
+            work.state.clear()
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self.report(f"stage {self.stage_index}, backward for weights of microbatch {bwd_chunk_id + 1}")
-        with self.work[bwd_chunk_id].around():
-            try:
-                return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-            except RuntimeError as error:
-                if "graph a second time" in str(error):
-                    raise UnsupportedError(
-                        "pp.split_backward",
-                        f"stage {self.stage_index}: the half of backward for weights needs what the half for inputs has freed: "
-                        "a weight is used on what others are computed from; set a schedule that does not split backward",
-                    ) from error
-                if "not allocated" not in str(error):
-                    raise
-                raise UnsupportedError(
-                    "pp.split_backward",
-                    f"stage {self.stage_index}: an operator reads a weight in the half of backward for weights, when it is not "
-                    "gathered; set parallel.sync=defer, or a schedule that does not split backward",
-                ) from error
+        with self.work[bwd_chunk_id].around(), explained_half(self.stage_index):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         return stage_backward(self, self.sync, backward_type, bwd_kwargs, last_backward and self.ends)
@@ -346,5 +334,6 @@ class ScheduledStages:
                         if target != self.rank:
                             sends.append((dist.isend(kept, group=self.group, group_dst=target), kept))
                 crossing.received = None
+            item.state.clear()
         for send, _ in sends:
             send.wait()

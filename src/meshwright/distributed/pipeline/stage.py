@@ -5,7 +5,8 @@ is not. Its split backward looks for the parameters that are registered when it 
 are not in the graph: they get no gradient, often without an error. Here it gets those that are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.errors import UnsupportedError
 
-__all__ = ["NoGradient", "check_sent", "scale_gradients", "stage_backward"]
+__all__ = ["NoGradient", "check_sent", "explained_half", "scale_gradients", "stage_backward"]
 
 _KINDS = ("full", "input", "weight")
 
@@ -48,6 +49,27 @@ def stage_backward(
     if last or backward_type == "weight":
         sync.end_backward(last=last)
     return gradients, groups
+
+
+@contextmanager
+def explained_half(stage: int) -> Iterator[None]:
+    """Say what the half of backward for weights lacks, where torch's error does not."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "graph a second time" in str(error):
+            raise UnsupportedError(
+                "pp.split_backward",
+                f"stage {stage}: the half of backward for weights needs what the half for inputs has freed: a weight is used "
+                "on what others are computed from; set a schedule that does not split backward",
+            ) from error
+        if "not allocated" not in str(error):
+            raise
+        raise UnsupportedError(
+            "pp.split_backward",
+            f"stage {stage}: an operator reads a weight in the half of backward for weights, when it is not gathered; set "
+            "parallel.sync=defer, or a schedule that does not split backward",
+        ) from error
 
 
 def scale_gradients(stage: Any, grad_scale_factor: int) -> None:

@@ -11,9 +11,11 @@ __all__ = ["TokenDimension"]
 
 _MIXING = ("convolution", "roll", "flip", "_fft", "gru", "lstm", "rnn", "_thnn", "unfold", "_scaled_dot_product")
 """Beginnings of the names of operators that mix along some dimension that is not named in their arguments."""
-_LAST_NUMBER = {"sort", "topk", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
-_ALONG_A_DIMENSION = {*_LAST_NUMBER, "gather", "index_select", "scatter", "scatter_add", "select"}
-"""Operators whose dimension is the last number among their arguments, or the first."""
+_ALONG_A_DIMENSION = {
+    "sort", "topk", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "gather",
+    "index_select", "scatter", "scatter_add", "select",
+}  # fmt: skip
+"""Operators that mix along the dimension that their argument ``dim`` names, or its default."""
 
 
 class TokenDimension:
@@ -48,9 +50,8 @@ class TokenDimension:
         if name in ("addmm", "baddbmm"):
             return len(tensors) > 1 and self._counts(tensors[1].shape[-1])
         if name in _ALONG_A_DIMENSION:
-            dims = [item for item in args[1:] if isinstance(item, int) and not isinstance(item, bool)]
-            dim = dims[-1] if name in _LAST_NUMBER else dims[0] if dims else 0
-            return bool(dims) and -first.ndim <= dim < first.ndim and self._counts(first.shape[dim])
+            dim = operator.operands.get("dim")
+            return dim is not None and -first.ndim <= dim < first.ndim and self._counts(first.shape[dim])
         if name == "index":
             return any(
                 index is not None and dim < first.ndim and self._counts(first.shape[dim]) for dim, index in enumerate(args[1])

@@ -125,6 +125,10 @@ class ParallelOptions:
         "Number of sequences in a microbatch if the loss balances routers, otherwise 0; only collectives over 'cp' depend on "
         "it.",
     )
+    sequences: int = _option(
+        1,
+        "Number of sequences in a microbatch; only the bytes of tokens that ranks of 'cp' get beside their own depend on it.",
+    )
     objective_gathers: int = _option(0, "How often the objective gathers values of all data ranks in a microbatch.")
     objective_reductions: int = _option(0, "How often it sums the gradients of such values over data ranks.")
     objective_gathered: int | None = _option(

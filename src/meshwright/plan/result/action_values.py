@@ -6,7 +6,8 @@ from typing import Any, get_type_hints
 
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextBalance, ContextMethod, SyncPolicy
-from meshwright.plan.result.program import ACTIONS, Action, Engine
+from meshwright.plan.given.cut_points import POSITIONS, ROWS
+from meshwright.plan.result.program import ACTIONS, Action, Cut, Engine
 
 __all__ = ["describe", "read_action", "read_row", "read_tuples", "values_of"]
 
@@ -59,6 +60,8 @@ def read_action(item: Mapping[str, Any], rows: Mapping[tuple[type[Any], str], An
         rows: the rows of the plan by their kind and their name.
     """
     kind, (_, applied_to, *_) = ACTIONS[item["action"]], item.values()
+    if kind is Cut and "sizes" not in item:  # an earlier version knew the features, and streams between them and positions
+        item = {**item, "sizes": [ROWS, POSITIONS, *item.get("streams", ()), item["features"]]}
     own = {field.name: item[field.name] for field in fields(kind) if field.name in item}
     held = get_type_hints(kind).get("row")
     action: Action = read_row(kind, own if held is None else {**own, "row": rows[held, applied_to]})

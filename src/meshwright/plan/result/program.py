@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel
 from meshwright.plan.given.closed_choices import ContextBalance
+from meshwright.plan.result.context.before_action import TakeTokensBefore
 from meshwright.plan.result.context.cache_action import GiveCache
 from meshwright.plan.result.context.count_action import CountPositions
 from meshwright.plan.result.context.heads_action import ShareHeads
@@ -41,6 +42,7 @@ __all__ = [
     "Recompute",
     "ShareHeads",
     "Slice",
+    "TakeTokensBefore",
     "Wrap",
 ]
 
@@ -311,8 +313,8 @@ class Compile:
 
 
 Action = (
-    Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | CountPositions | GiveCache | ChunkLoss | Recompute
-    | Freeze | Pack | PartTwins | Wrap | JoinTwins | Prefetch | Compile | MixChannels
+    Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | TakeTokensBefore | CountPositions | GiveCache | ChunkLoss
+    | Recompute | Freeze | Pack | PartTwins | Wrap | JoinTwins | Prefetch | Compile | MixChannels
 )  # fmt: skip
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import within
@@ -12,13 +13,14 @@ from meshwright.plan.given.options import DTYPES, NF4, NF4_BLOCK, ParallelOption
 from meshwright.plan.result.action_values import describe, read_action, read_row, read_tuples, values_of
 from meshwright.plan.result.context.canvas_rows import CanvasRow
 from meshwright.plan.result.differences import PlanDifference, field_differences, row_differences
-from meshwright.plan.result.program import Action
+from meshwright.plan.result.program import Action, Cut
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
 from meshwright.plan.update.matrices import read_form
 
 __all__ = [
     "EXPERTS",
     "LAYER",
+    "NO_PROGRAM",
     "ROOT",
     "AttentionRow",
     "ExpertsRow",
@@ -45,6 +47,9 @@ EXPERTS = "experts"
 
 ADDED = "added"
 """Kind of the units that an objective added to the model, and calls."""
+
+NO_PROGRAM = "the plan has no program, because an earlier version of Meshwright wrote it; make it anew with resolve()"
+"""What is wrong with a plan that has rows only."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,17 @@ class ShardingPlan:
     def first_trained_stage(self) -> int:
         """The first stage with a trained parameter; the number of stages if there is none."""
         return min((min(row.stages) for row in self.parameters if row.trainable), default=len(self.stages))
+
+    @cached_property
+    def cut(self) -> Cut | None:
+        """The action that makes its stages; ``None``: it has none.
+
+        Raises:
+            PlanError: it has stages, but no program.
+        """
+        if self.stages and not self.program:
+            raise PlanError("plan.model", NO_PROGRAM)
+        return next((action for action in self.program if isinstance(action, Cut)), None)
 
     def rows(self, unit: UnitRow) -> list[ParameterRow]:
         """Return the rows of the parameters that a unit gathers. The second of two twin units gathers those of the first."""

@@ -24,7 +24,6 @@ from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import generalize
 from meshwright.plan.result.action_values import describe
 from meshwright.plan.result.context.canvas_rows import CanvasRow
-from meshwright.plan.result.cut_action import Cut
 from meshwright.plan.result.sharding_plan import (
     AttentionRow,
     ExpertsRow,
@@ -33,7 +32,7 @@ from meshwright.plan.result.sharding_plan import (
     TensorParallelRow,
     UnitRow,
 )
-from meshwright.plan.show.context.mixer_table import mixer_table
+from meshwright.plan.show.context.mixer_table import mixer_tables
 from meshwright.plan.show.summary import human_bytes, summary
 
 __all__ = ["PARAMETER_COLUMNS", "UNIT_COLUMNS", "explain", "explain_program", "folded", "parameter_cells", "unit_cells"]
@@ -57,7 +56,7 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
     if plan.attentions:
         tables.append(_attentions(plan, full))
     if plan.mixers:
-        tables.append(mixer_table(plan, full, folded))
+        tables += mixer_tables(plan, full, folded)
     if parameters:
         tables.append(_parameters(plan, full))
     return Group(*tables, *(escape(f"- {remark}") for remark in plan.remarks))
@@ -179,8 +178,7 @@ def _stages(plan: ShardingPlan) -> Table:
     lines.append(f"microbatches alive on ranks of pp: {', '.join(f'{number:g}' for number in run.alive)}")
     if options.tokens is not None:
         sizes = dict.fromkeys(human_bytes(crossing_bytes(plan, row.index)) for row in plan.stages[1:])
-        carried = any(isinstance(action, Cut) and action.carried for action in plan.program)
-        more = ", with what later layers read beside it" if carried else ""
+        more = ", with what later layers read beside it" if plan.cut is not None and plan.cut.carried else ""
         lines.append(f"a hidden state at a cut{more}: {', '.join(sizes)}")
     table.caption = "; ".join(lines) or None
     return table

@@ -7,13 +7,14 @@ first begins without gradients. So the highest point is the peak of the forecast
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.plan.axes.pipeline.replay import replay_of_plan
-from meshwright.plan.axes.pipeline.schedule_turns import Phase
-from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
+from meshwright.plan.axes.pipeline.held_turns import held_turns
+from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.in_time.step_timeline import RankTimeline, StepTimeline
-from meshwright.trace.memory import MemoryForecast, Traces, memory_moments
+from meshwright.trace.memory import MemoryForecast, memory_moments
 from meshwright.trace.overlap import HEAD
+from meshwright.trace.stage_memory import StageMemory
 from meshwright.trace.step import FORWARD, LOSS, UPDATE
 from meshwright.train.start.setup import RunSetup
 
@@ -50,13 +51,13 @@ class MemoryPoint:
 
 def memory_curve(setup: RunSetup, traces: Traces, timeline: StepTimeline) -> dict[int, list[MemoryPoint]]:
     """Return what each rank of `pp` holds, by time. No process group may exist."""
-    moments = memory_moments(setup, traces)
+    moments = {} if setup.plan.stages else {one.moment: one for one in memory_moments(setup, traces)}
     found = {}
     for rank in timeline.ranks:
         if setup.plan.stages:
-            points = _of_stages(setup.plan, [one for one in moments if one.rank == rank.rank], rank, timeline)
+            points = _of_stages(StageMemory(setup.plan, traces, rank.rank), rank, timeline)
         else:
-            points = _of_layers(setup.plan, {one.moment: one for one in moments}, rank, timeline)
+            points = _of_layers(setup.plan, moments, rank, timeline)
         found[rank.rank] = [_on_device(point) for point in points] if setup.plan.options.cpu_offload else points
     return found
 
@@ -114,26 +115,12 @@ def _at(known: Mapping[int, Mapping[str, int]], place: int) -> Mapping[str, int]
     return {name: round(size + share * (known[high][name] - size)) for name, size in known[low].items()}
 
 
-def _of_stages(
-    plan: ShardingPlan, moments: list[MemoryForecast], rank: RankTimeline, timeline: StepTimeline
-) -> list[MemoryPoint]:
-    fullest, update = moments
-    stages, most = len(stages_of_rank(plan, rank.rank)), replay_of_plan(plan).alive[rank.rank]
-    works = fullest.parts["activations"] - round(most * fullest.of_microbatch)
-    idle = _only(fullest.parts, (*STAYS, "communication"))
-    changes: list[tuple[float, int, str]] = []
-    for span in rank.spans:
-        if span.phase is Phase.FORWARD:
-            changes.append((span.begin, 1, f"forward of microbatch {span.microbatch + 1}"))
-        elif span.phase is not Phase.INPUT:
-            changes.append((span.end, -1, f"backward of microbatch {span.microbatch + 1}"))
-    points, alive, held = [MemoryPoint(0.0, "begin", idle)], 0, idle
-    for time, change, moment in changes:
-        points.append(MemoryPoint(time, moment, held))
-        alive += change
-        activations = round(alive / stages * fullest.of_microbatch) + (works if alive else 0)
-        held = {**fullest.parts, "activations": activations, **({} if alive else {"logits": 0})}
-        points.append(MemoryPoint(time, moment, held))
-    points += [MemoryPoint(timeline.end, "waits for the other stages", held)]
-    points += [MemoryPoint(timeline.end, UPDATE, update.parts), MemoryPoint(timeline.seconds, UPDATE, update.parts)]
-    return points
+def _of_stages(held: StageMemory, rank: RankTimeline, timeline: StepTimeline) -> list[MemoryPoint]:
+    points, words = [MemoryPoint(0.0, "begin", held.idle)], {Phase.FORWARD: "forward", Phase.BACKWARD: "backward"}
+    spans = [span for span in rank.spans if span.microbatch is not None]
+    turns = held_turns([ScheduledOp(span.phase, span.stage, span.microbatch) for span in spans])
+    for span, turn in zip(spans, turns, strict=True):
+        moment, parts = f"{words.get(span.phase, 'backward')} of microbatch {span.microbatch + 1}", held.at(turn)
+        points += [MemoryPoint(span.begin, moment, parts), MemoryPoint(span.end, moment, parts)]
+    update = [MemoryPoint(time, UPDATE, held.update) for time in (timeline.end, timeline.seconds)]
+    return [*points, MemoryPoint(timeline.end, "waits for the other stages", points[-1].parts), *update]

@@ -23,11 +23,11 @@ from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.in_time.turn_pieces import Piece, Turned, turn_pieces, turned
-from meshwright.trace.layer_work import LayerWork, Rates
-from meshwright.trace.memory import Traces
+from meshwright.trace.layer_work import LayerWork, Rates, layers_on
 from meshwright.trace.overlap import Recording, pipeline_times
-from meshwright.trace.time import COMPUTE, TEACHER, StageTurns, TimeForecast, price_of, stage_turns
+from meshwright.trace.time import COMPUTE, TEACHER, StageTurns, TimeForecast, price_of, seconds_of_stages, stage_turns
 from meshwright.train.start.setup import RunSetup
 
 __all__ = ["LANES", "Event", "PhaseSpan", "RankTimeline", "StepTimeline", "step_timeline"]
@@ -155,8 +155,12 @@ def step_timeline(setup: RunSetup, hardware: Hardware, traces: Traces, forecast:
     axes = {name: seconds for name, seconds in parts.items() if name not in _NO_AXIS and seconds > 0}
     busy = sum(parts.get(name, 0.0) for name in COMPUTE) + sum(axes.values())
     begin = parts.get(TEACHER, 0.0)
-    stages = {rank: _stages(setup, hardware, traces, rank, axes) for rank in range(plan.layout.size("pp"))}
-    slots, messages = _slots(plan, forecast.rank, busy, hardware, stages)
+    whole, rates = LayerWork.of(traces), Rates.of(setup, hardware)
+    layers = len(layers_on(plan, stages_of_rank(plan, forecast.rank)))
+    inside = sum(axes.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / plan.options.microbatches / max(1, layers)
+    stages = {rank: _stages(plan, hardware, whole, rates, rank, inside) for rank in range(plan.layout.size("pp"))}
+    seconds = seconds_of_stages(plan, whole, rates, inside) if plan.stages else []
+    slots, messages = _slots(plan, forecast.rank, busy, seconds, hardware, stages)
     tail = {"host": parts.get("host", 0.0), "update": parts["update"], "beyond": parts["beyond"]}
     warp = _Warp.of(slots[forecast.rank], stages[forecast.rank])
     lean = _lean(slots[forecast.rank], stages[forecast.rank], sum(axes.values()))
@@ -187,12 +191,12 @@ def step_timeline(setup: RunSetup, hardware: Hardware, traces: Traces, forecast:
     return StepTimeline(forecast.step_seconds, begin, end, tuple(made), forecast.rank)
 
 
-def _stages(setup: RunSetup, hardware: Hardware, traces: Traces, rank: int, axes: Mapping[str, float]) -> dict[int, _Stage]:
-    """Replay FSDP2 on the stages of a rank."""
-    plan, whole, rates = setup.plan, LayerWork.of(traces), Rates.of(setup, hardware)
+def _stages(
+    plan: ShardingPlan, hardware: Hardware, whole: LayerWork, rates: Rates, rank: int, inside: float
+) -> dict[int, _Stage]:
+    """Replay FSDP2 on the stages of a rank, whose layers wait for collectives ``inside`` of them."""
     own = rows_on_stages(plan, stages_of_rank(plan, rank))
     microbatches = plan.options.microbatches
-    inside = sum(axes.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / microbatches / max(1, len(own.layers))
     found = {}
     for index in stages_of_rank(plan, rank):
         stage = _Stage(stage_turns(plan, index, whole, rates, inside))
@@ -210,7 +214,12 @@ def _stages(setup: RunSetup, hardware: Hardware, traces: Traces, rank: int, axes
 
 
 def _slots(
-    plan: ShardingPlan, slowest: int, busy: float, hardware: Hardware, stages: Mapping[int, Mapping[int, _Stage]]
+    plan: ShardingPlan,
+    slowest: int,
+    busy: float,
+    seconds: Sequence[float],
+    hardware: Hardware,
+    stages: Mapping[int, Mapping[int, _Stage]],
 ) -> tuple[dict[int, list[_Slot]], dict[int, list[tuple[str, float, float, int]]]]:
     """Return the turns of each rank, and the messages that it receives: name, begin, end, microbatch."""
     if not plan.stages:
@@ -222,8 +231,8 @@ def _slots(
             own.append(_Slot(0, microbatch, phase, now, content.busy * scale))
             now = own[-1].end
         return {0: own}, {0: []}
-    times = pipeline_times(plan, slowest, busy, price_of(plan.layout, hardware))
-    run, scale, runs = times.run, times.scale, plan.options.runs_per_step
+    times = pipeline_times(plan, slowest, seconds, price_of(plan.layout, hardware))
+    run, runs = times.run, plan.options.runs_per_step
     each, last = plan.options.microbatches // runs, len(plan.stages) - 1
     rank_of = {row.index: row.rank for row in plan.stages}
     ends = {}
@@ -231,16 +240,16 @@ def _slots(
         for span in spans:
             turn = span.turn
             key = ScheduledOp(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
-            ends[key] = span.end * scale
+            ends[key] = span.end
     slots: dict[int, list[_Slot]] = {}
     messages: dict[int, list[tuple[str, float, float, int]]] = {}
     for rank, spans in enumerate(run.spans):
         slots[rank], messages[rank] = [], []
         for index in range(runs):
-            later = index * run.length * scale
+            later = index * run.length
             for span in spans:
                 turn, micro = span.turn, index * each + span.turn.microbatch
-                begin, length = span.begin * scale, (span.end - span.begin) * scale
+                begin, length = span.begin, span.end - span.begin
                 slots[rank].append(_Slot(turn.stage, micro, turn.phase, later + begin, length))
                 for other in awaited(turn, last):
                     if rank_of[other.stage] != rank and times.message:

@@ -208,13 +208,15 @@ def _attention(plan: ShardingPlan) -> str:
 
 
 def _mixers(plan: ShardingPlan) -> str:
-    """Return how heads of mixers are exchanged: what opens and closes them, and where several ranks need the same."""
+    """Return how ranks share mixers: what opens and closes them, where several ranks need the same, and the tokens before."""
     cp = plan.layout.size("cp")
     rows = set()
     for row in plan.mixers:
         openings = [(name, [copies == cp for _, copies in pieces]) for name, pieces in row.openings]
         parts = [(name, dim) for name, dim, _ in row.slices]
-        rows.add(str((openings, row.after, row.paths, row.closing, parts, [name for name, _ in row.values])))
+        more = [(row.before, [(name, tokens) for name, tokens, *_ in row.shifts], row.positions)]
+        more = more if row.gathered_before or row.positions else []  # of all others it is as it was
+        rows.add(str((openings, row.after, row.paths, row.closing, parts, [name for name, _ in row.values], *more)))
     return f"{plan.options.context_balance}, {_digest(sorted(rows))}"
 
 

@@ -193,6 +193,7 @@ def _options(config: RunConfig, layout: Layout, model: "PreTrainedModel", object
         tokens=tokens,
         experts_of_token=experts,
         packed=config.data.packed,
+        sequences=config.training.microbatch_size,
         balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0,
         objective_gathers=gathers,
         objective_reductions=reductions,

@@ -8,13 +8,14 @@ depth of a model does not count: a call takes some milliseconds for each mixer o
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from meshwright.distributed.context.sequences import are_same_entries
 from meshwright.models.reading.tracing import attributes, tensors_in
 from meshwright.plan.given.hidden_argument import Argument, value_of, with_argument
 
@@ -23,17 +24,24 @@ __all__ = ["Linear", "MixerCalls", "Numbers", "counting", "linear_layers"]
 Linear = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """What stands for a linear layer: its name and its input [[rows, tokens, features]] to its output. A norm may have several."""
 
-_FEW = 16
-"""Tokens of a chunk. A scan in chunks computes the same in chunks of another size, and takes memory by its square."""
+_FEW = 8
+"""Tokens of a chunk. A scan in chunks computes the same in chunks of another size, and takes memory by its square. There
+must be several chunks: what decays from one to the next counts from the third on."""
+_OF_TIME = ("chunk", "block_size")
+"""What the names of numbers contain that count tokens of such a chunk, and not heads."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The attributes of a module that are whole numbers above 1, under the name of the module in the mixer."""
+    """The attributes of a module that are whole numbers above 1, under the name of the module in the mixer.
 
-    module: nn.Module
+    Or those of a config that modules of the mixer hold: ``holders`` are the modules, each with the name of its attribute.
+    """
+
+    module: Any
     prefix: str
     values: Mapping[str, int]
+    holders: tuple[tuple[nn.Module, str], ...] = ()
 
 
 class MixerCalls:
@@ -47,6 +55,9 @@ class MixerCalls:
         kwargs: so its others.
         lowest: the smallest of the random values, which are up to 1 larger.
         dtype: of the values. Code that computes some of a product in float32 cannot have the rest in float64.
+        positions: the ``position_ids`` of the trace. A call has those of a sequence that begins at 0; ``None``: unknown.
+        shifts: modules in it, without parameters, that get the tokens before those of a rank. They are replaced too.
+        buffers: values of its buffers, by name; random ones otherwise.
     """
 
     def __init__(
@@ -58,14 +69,20 @@ class MixerCalls:
         kwargs: Any,
         lowest: float = 0.1,
         dtype: torch.dtype = torch.float64,
+        positions: torch.Tensor | None = None,
+        shifts: tuple[str, ...] = (),
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.mixer, self.name, self.hidden = mixer, name, hidden
+        self.mixer, self.name, self.hidden, self.shifts = mixer, name, hidden, shifts
+        self._buffers = buffers or {}
+        self._positions = positions
+        self._counted = None if positions is None else torch.arange(positions.shape[1]).expand(positions.shape)
         self.linear: Mapping[str, tuple[int, int]] = linear_layers(mixer)
         self.dtype, self._lowest, self._generator = dtype, lowest, torch.Generator().manual_seed(0)
         self._args, self._kwargs = self.valued((args, dict(kwargs)))
         self.tokens = value_of(hidden, self._args, self._kwargs, name).shape[1]
         self._chunks = {
-            own: _FEW for own, value in vars(mixer).items() if "chunk" in own and type(value) is int and value > _FEW
+            own: _FEW for own, value in vars(mixer).items() if _is_of_time(own) and type(value) is int and value > _FEW
         }
 
     def without(self, name: str) -> "MixerCalls":
@@ -79,6 +96,8 @@ class MixerCalls:
         return tree_map_only(torch.Tensor, self._random, tree)
 
     def _random(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._positions is not None and self._counted is not None and are_same_entries(tensor, self._positions):
+            return self._counted
         if not tensor.is_floating_point():
             return torch.ones(tensor.shape, dtype=tensor.dtype)
         return self.random(*tensor.shape)
@@ -92,6 +111,7 @@ class MixerCalls:
         named = [*self.mixer.named_parameters(), *self.mixer.named_buffers()]
         own = {name: tensor for name, tensor in named if not self._is_linear(name)}
         found = {name: self._random(tensor) for name, tensor in own.items() if tensor.is_floating_point()}
+        found |= {name: value.to(self.dtype) for name, value in self._buffers.items() if name in found}
         for name in linear_layers(self.mixer):
             if name not in self.linear and f"{name}.weight" in found:  # sums of products of many are about as large as of one
                 found[f"{name}.weight"] /= found[f"{name}.weight"].shape[-1]
@@ -101,18 +121,23 @@ class MixerCalls:
         return any(f"{name}.".startswith(f"{linear}.") for linear in self.linear)
 
     def numbers(self) -> list[Numbers]:
-        """Return the numbers of the mixer, and of the modules in it that are no linear layers."""
+        """Return the numbers of the mixer, of modules in it that are no linear layers, and of the configs that they hold."""
         found = []
+        configs: dict[int, Numbers] = {}
         for name, module in self.mixer.named_modules():
             if self._is_linear(name):
                 continue
-            own = {
-                key: value
-                for key, value in vars(module).items()
-                if type(value) is int and value > 1 and "chunk" not in key and not key.startswith("_")
-            }
-            found.append(Numbers(module, f"{name}." if name else "", own))
-        return found
+            prefix = f"{name}." if name else ""
+            own = {key: value for key, value in vars(module).items() if _counts(key, value)}
+            found.append(Numbers(module, prefix, own))
+            for key, config in vars(module).items():
+                if not isinstance(getattr(config, "model_type", None), str):
+                    continue
+                known = configs.get(id(config)) or Numbers(
+                    config, f"{prefix}{key}.", {own: value for own, value in vars(config).items() if _counts(own, value)}
+                )
+                configs[id(config)] = replace(known, holders=(*known.holders, (module, key)))
+        return [*found, *configs.values()]
 
     def run(
         self,
@@ -137,7 +162,7 @@ class MixerCalls:
         args, kwargs = (self._args, self._kwargs) if beside is None else beside
         if hidden is not None:
             args, kwargs = with_argument(self.hidden, args, kwargs, lambda _: hidden, self.name)
-        names = [*self.linear, *([also] if also and also not in self.linear else [])]
+        names = [*self.linear, *self.shifts, *([also] if also and also not in self.linear else [])]
         changes = [(self.mixer.get_submodule(name), {"forward": _Stub(linear, name)}) for name in names]
         # Where other code than the layer itself reads its matrix, a call fails, also of a model that has values.
         unread = {
@@ -146,6 +171,7 @@ class MixerCalls:
             if self._is_linear(name)
         }
         with ExitStack() as stack:
+            stack.enter_context(_kept(self.mixer))
             stack.enter_context(attributes(changes))
             stack.enter_context(attributes([(self.mixer, {"training": training, **self._chunks})]))
             return torch.func.functional_call(self.mixer, {**unread, **tensors}, args, kwargs)
@@ -156,11 +182,31 @@ class MixerCalls:
         return hidden
 
     def others(self) -> Any:
-        """Return the arguments of a call with other values."""
-        return tree_map_only(
-            torch.Tensor, lambda own: own * 2 if own.is_floating_point() else own.logical_not().to(own.dtype),
-            (self._args, self._kwargs),
-        )  # fmt: skip
+        """Return the arguments of a call with other values. Positions are the same."""
+
+        def other(own: torch.Tensor) -> torch.Tensor:
+            if own is self._counted:
+                return own
+            return own * 2 if own.is_floating_point() else own.logical_not().to(own.dtype)
+
+        return tree_map_only(torch.Tensor, other, (self._args, self._kwargs))
+
+    def positions(self) -> Argument | None:
+        """Return which argument has the positions of the tokens; ``None``: none has."""
+        if self._counted is None:
+            return None
+        count = len(self._args)
+        place = next((index for index, value in enumerate(self._args) if value is self._counted), count)
+        name = next((name for name, value in self._kwargs.items() if value is self._counted), "")
+        return (place, name) if place < count or name else None
+
+    def elsewhere(self) -> Any:
+        """Return the arguments of a call with other positions."""
+
+        def moved(own: torch.Tensor) -> torch.Tensor:
+            return own.flip(-1) if own is self._counted else own
+
+        return tree_map_only(torch.Tensor, moved, (self._args, self._kwargs))
 
 
 class _Stub:
@@ -188,17 +234,54 @@ def linear_layers(module: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _is_of_time(name: str) -> bool:
+    return any(part in name for part in _OF_TIME)
+
+
+def _counts(name: str, value: Any) -> bool:
+    return type(value) is int and value > 1 and not _is_of_time(name) and not name.startswith("_")
+
+
 @contextmanager
-def counting(numbers: list[Numbers], choose: Callable[[str, int], int]) -> Iterator[None]:
-    """Inside, modules read their numbers from a function of name and value."""
-    before = [type(own.module) for own in numbers]
+def _kept(mixer: nn.Module) -> Iterator[None]:
+    """Let modules have the attributes afterwards that they have now. Some keep their last state."""
+    before = [(vars(module), dict(vars(module))) for module in mixer.modules()]
     try:
-        for own, kind in zip(numbers, before, strict=True):
-            own.module.__class__ = _reader(kind, own, choose)
         yield
     finally:
-        for own, kind in zip(numbers, before, strict=True):
+        for own, old in before:
+            for name in own.keys() - old.keys():
+                del own[name]
+            own.update(old)
+
+
+@contextmanager
+def counting(numbers: list[Numbers], choose: Callable[[str, int], int]) -> Iterator[None]:
+    """Inside, modules read their numbers, and those of their configs, from a function of name and value."""
+    modules = [own for own in numbers if not own.holders]
+    configs = [(holder, {name: _Config(own, choose)}) for own in numbers for holder, name in own.holders]
+    before = [type(own.module) for own in modules]
+    try:
+        for own, kind in zip(modules, before, strict=True):
+            own.module.__class__ = _reader(kind, own, choose)
+        with attributes(configs):
+            yield
+    finally:
+        for own, kind in zip(modules, before, strict=True):
             own.module.__class__ = kind
+
+
+class _Config:
+    """Stands for a config: its numbers are read from a function."""
+
+    def __init__(self, numbers: Numbers, choose: Callable[[str, int], int]) -> None:
+        self._numbers, self._choose = numbers, choose
+
+    def __getattr__(self, name: str) -> Any:
+        numbers = self._numbers
+        name = getattr(numbers.module, "attribute_map", {}).get(name, name)
+        read = numbers.values
+        return self._choose(numbers.prefix + name, read[name]) if name in read else getattr(numbers.module, name)
 
 
 def _reader(kind: type[nn.Module], numbers: Numbers, choose: Callable[[str, int], int]) -> type[nn.Module]:

@@ -94,6 +94,7 @@ class _Division:
     """For each opening and each tensor which of its entries a rank needs: bool [ranks, ...]."""
     pieces: dict[str, Pieces] = field(default_factory=dict)
     slices: dict[str, tuple[int, Pieces]] = field(default_factory=dict)
+    reads_positions: bool = False
 
     def share(self, values: tuple[tuple[str, int], ...]) -> MixerShare:
         """Return what was found."""
@@ -112,6 +113,7 @@ class _Division:
                 *((f"{name}.weight", 1, ((self.calls.linear[name][0], 1),)) for name in self.summed),
             ),
             values=values,
+            positions=self.calls.positions() if self.reads_positions else None,
         )
 
     @property
@@ -149,6 +151,8 @@ class _Division:
             elif name in given:
                 parts.extend(arguments if name in self.summed else ())
                 return given[name]
+            elif name in calls.shifts:
+                return torch.full_like(arguments[0], float("nan"))
             elif before and name not in self.after:
                 return torch.full((*arguments[0].shape[:-1], width), float("nan"), dtype=calls.dtype)
             return calls.random(rows, tokens, width)
@@ -178,6 +182,9 @@ class _Division:
         other = self.call(calls, given, tensors, calls.tokens, training=True, beside=calls.others())
         if not all(map(torch.equal, whole, other)):
             raise _UndividedError("it reads an argument beside the hidden state")
+        if calls.positions():
+            moved = self.call(calls, given, tensors, calls.tokens, training=True, beside=calls.elsewhere())
+            self.reads_positions |= not all(map(torch.equal, whole, moved))
         weights = [calls.random(*own.shape) for own in whole]
         for rank in range(self.ranks):
             parts = zip(whole, weights, self.shares(rank), strict=True)
@@ -205,7 +212,8 @@ class _Division:
             by_dim = [
                 needed.movedim(dim + 1, 1).flatten(2).any(2) if needed.ndim > 2 else needed for dim in range(needed.ndim - 1)
             ]
-            parted = [dim for dim, some in enumerate(by_dim) if not bool(some.all())]
+            # What no rank needs, such as the end of a table of the tokens of a block, does not tell ranks apart.
+            parted = [dim for dim, some in enumerate(by_dim) if not bool((some.all(0) | ~some.any(0)).all())]
             if len(parted) > 1:
                 raise _UndividedError(f"its heads use parts of {name} along several dimensions")
             if parted:

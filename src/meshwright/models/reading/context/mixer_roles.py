@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from meshwright.models.reading.context.mixer_calls import MixerCalls, linear_layers
 from meshwright.models.reading.tracing import hooked, tensors_in
 
-__all__ = ["Roles", "roles_of", "said"]
+__all__ = ["Recorder", "Roles", "roles_of", "said"]
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,18 @@ class _EnoughError(Exception):
     """Ends a call of which nothing more is needed."""
 
 
-class _Recorder:
+class Recorder:
     """Stands for linear layers, each of rank one: all features of a token enter each feature that leaves."""
 
     def __init__(self, calls: MixerCalls) -> None:
+        self.shifts = calls.shifts
         self.matrices = {name: (calls.random(ins) / ins, calls.random(outs)) for name, (ins, outs) in calls.linear.items()}
         self.ran: list[_Ran] = []
         self.last = ""
 
     def __call__(self, name: str, entered: list[torch.Tensor]) -> torch.Tensor:
+        if name in self.shifts:
+            return entered[0].clone()  # tokens are treated alone, but another tensor than the hidden state leaves
         (given, *_), (entry, leave) = entered, self.matrices[name]
         output = (given.to(entry.dtype) @ entry).unsqueeze(-1) * leave
         self.ran.append(_Ran(name, given, output))
@@ -74,7 +77,7 @@ def roles_of(calls: MixerCalls) -> Roles:
     other[:, 0] += 1
     later[:, -1] += 1
     calls, read = _with_read_matrices(calls)
-    record, tensors = _Recorder(calls), calls.between()
+    record, tensors = Recorder(calls), calls.between()
     try:
         first, second, third = (_ran(calls, record, tensors, own) for own in (hidden, other, later))
     except Exception as error:  # whatever a module does with random values
@@ -107,7 +110,7 @@ def _with_read_matrices(calls: MixerCalls) -> tuple[MixerCalls, tuple[str, ...]]
     """
     read: list[str] = []
     for _ in calls.linear:
-        record = _Recorder(calls)
+        record = Recorder(calls)
         try:
             _ran(calls, record, calls.between(), calls.given())
         except Exception as error:
@@ -125,14 +128,14 @@ def _reads_a_matrix(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "meta" in str(error)
 
 
-def _ran(calls: MixerCalls, record: _Recorder, tensors: dict[str, torch.Tensor], hidden: torch.Tensor) -> list[_Ran]:
+def _ran(calls: MixerCalls, record: Recorder, tensors: dict[str, torch.Tensor], hidden: torch.Tensor) -> list[_Ran]:
     record.ran = []
     with torch.no_grad():
         calls.run(record, tensors, hidden)
     return record.ran
 
 
-def _between(calls: MixerCalls, record: _Recorder, tensors: dict[str, torch.Tensor]) -> list[str]:
+def _between(calls: MixerCalls, record: Recorder, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Return the modules with parameters, but no linear layer in them, that get tokens [rows, tokens, features] alone.
 
     What such a module returns for some of the tokens must be what it returns for them among all.
@@ -183,7 +186,7 @@ def _paths(ran: list[_Ran], hidden: torch.Tensor) -> dict[str, tuple[str, ...]]:
 
 
 def _treats_tokens_alone(
-    calls: MixerCalls, record: _Recorder, tensors: dict[str, torch.Tensor], roles: Roles, whole: list[_Ran]
+    calls: MixerCalls, record: Recorder, tensors: dict[str, torch.Tensor], roles: Roles, whole: list[_Ran]
 ) -> bool:
     """Return whether the mixer's own code up to its last opening computes the same of some tokens, in another order."""
     some = torch.arange(calls.tokens - 1, -1, -2)

@@ -7,6 +7,9 @@ the rank's slices of their parameters. Before the last linear layer the heads ar
 heads is after this exchange. (Megatron-LM splits Mamba so.) Where a linear layer in between mixes all features, as that of
 Mamba-1 does which gives time steps, B and C, each rank computes what its features put out, and the ranks sum it up.
 
+A mixer that needs a few tokens before a token, such as a short convolution, is not divided: each rank gets the tokens before
+its own, and computes its own. So does a module without parameters in a mixer, such as the shift by one token of RWKV.
+
 Parameters stay whole. A slice of one is a view of it, so its gradient is zero beside the slice, and the sum over `cp` that all
 gradients have makes it whole. B and C of a group, or a key head, which the heads of several ranks need, go to each of them.
 """
@@ -18,12 +21,14 @@ from meshwright.errors import Problems, Refusal, coded
 from meshwright.layout import divisors
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.draft import Draft, Found
+from meshwright.plan.given.closed_choices import ContextBalance
 from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import inside, without_repetition
+from meshwright.plan.result.context.before_action import TakeTokensBefore
 from meshwright.plan.result.context.heads_action import ShareHeads
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow, itemsize
 
-__all__ = ["mixer_actions", "mixer_bytes", "mixer_counts", "resolve_mixers"]
+__all__ = ["crossing_features", "elements_before", "mixer_actions", "mixer_bytes", "mixer_counts", "resolve_mixers"]
 
 _MOST_TRIED = 16
 """The largest number of ranks that is looked at to name legal ones."""
@@ -38,7 +43,8 @@ def resolve_mixers(draft: Draft) -> Found[tuple[MixerShare, ...]]:
     shares, problems = draft.model.traces.mixers(cp), Problems()
     for name, mixes in attentions.states:
         share = shares.get(name, MixerShare(name, problem="how its heads divide is unknown"))
-        sliced = [row.module for row in draft.tensor.rows if inside(row.module, name) and not _is_whole_outside(row)]
+        fits = _keeps_tokens if share.before else _is_whole_outside
+        sliced = [row.module for row in draft.tensor.rows if inside(row.module, name) and not fits(row)]
         if share.problem:
             problems.append(_refusal(draft, share, mixes))
         elif sliced:
@@ -58,6 +64,13 @@ def _is_whole_outside(row: TensorParallelRow) -> bool:
     return entered and row.exit in (Move.GATHER_FEATURES, Move.LEAVE)
 
 
+def _keeps_tokens(row: TensorParallelRow) -> bool:
+    """Return whether a module of tensor parallel gets and gives all tokens, of whatever features."""
+    return row.entry in (Move.NONE, Move.ENTER, Move.SPLIT_FEATURES) and row.exit in (
+        Move.NONE, Move.LEAVE, Move.GATHER_FEATURES,
+    )  # fmt: skip
+
+
 def _refusal(draft: Draft, share: MixerShare, mixes: str) -> Refusal:
     """Return why a mixer cannot be shared by so many ranks, with the numbers of ranks that can."""
     legal = [1]
@@ -74,33 +87,53 @@ def _refusal(draft: Draft, share: MixerShare, mixes: str) -> Refusal:
     return Refusal(code, f"{draft.spec.family}: {text}, and its heads cannot be divided: {share.problem}; {values}")
 
 
-def mixer_actions(plan: ShardingPlan) -> Iterator[ShareHeads]:
-    """Yield the actions that let mixers compute some heads for all tokens."""
+def mixer_actions(plan: ShardingPlan) -> Iterator[ShareHeads | TakeTokensBefore]:
+    """Yield the actions that let mixers compute some heads for all tokens, or get the tokens before those of a rank."""
+    balance = plan.options.context_balance
     for row in plan.mixers:
-        yield ShareHeads(row, plan.options.context_balance)
+        if row.before:
+            yield TakeTokensBefore(row.module, row.before, row.hidden, balance)
+        else:
+            for name, tokens, _, hidden in row.shifts:
+                yield TakeTokensBefore(f"{row.module}.{name}", tokens, hidden, balance)
+            yield ShareHeads(row, balance)
 
 
 def mixer_counts(plan: ShardingPlan) -> Counter[str]:
     """Return the collectives of mixers over `cp` in a microbatch on one rank: two in forward, and two in backward.
 
-    With one more in each for a linear layer in between that mixes the features of all ranks.
+    With one more in each for a linear layer in between that mixes the features of all ranks. Tokens before those of a rank are
+    gathered, and their gradients are scattered; positions have none.
     """
     counts: Counter[str] = Counter()
     for row in plan.mixers:
-        counts["all_to_all"] += 2 * sum(plan.runs(row.module))
-        counts["all_reduce"] += len(row.summed) * sum(plan.runs(row.module))
+        forwards, backwards = plan.runs(row.module)
+        counts["all_to_all"] += 0 if row.before else 2 * (forwards + backwards)
+        counts["all_reduce"] += len(row.summed) * (forwards + backwards)
+        counts["all_gather"] += (len(row.gathered_before) + bool(row.positions)) * forwards
+        counts["reduce_scatter"] += len(row.gathered_before) * backwards
     return counts
 
 
 def mixer_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
     """Return the bytes of these collectives in a microbatch, for ``tokens`` of it on a rank."""
     sizes: Counter[str] = Counter()
+    cp = plan.layout.size("cp")
     for row in plan.mixers:
         item = itemsize(plan.options.param_dtype or next((own.dtype for own in plan.parameters), "float32"))
-        sizes["all_to_all"] += sum(plan.runs(row.module)) * tokens * sum(crossing_features(plan, row)) * item
-        summed = plan.layout.size("cp") * sum(width for _, width in row.summed)
-        sizes["all_reduce"] += sum(plan.runs(row.module)) * tokens * summed * item
+        forwards, backwards = plan.runs(row.module)
+        sizes["all_to_all"] += (forwards + backwards) * tokens * sum(crossing_features(plan, row)) * item
+        sizes["all_reduce"] += (forwards + backwards) * tokens * cp * sum(width for _, width in row.summed) * item
+        before = elements_before(plan, row) * item
+        sizes["all_gather"] += forwards * (before + (tokens * cp * itemsize("int64") if row.positions else 0))
+        sizes["reduce_scatter"] += backwards * before
     return sizes
+
+
+def elements_before(plan: ShardingPlan, row: MixerShare) -> int:
+    """Return the number of elements that a rank has of the last tokens of all pieces, once they are gathered."""
+    pieces = plan.layout.size("cp") * (2 if plan.options.context_balance is ContextBalance.ZIGZAG else 1)
+    return plan.options.sequences * pieces * sum(tokens * features for tokens, features in row.gathered_before)
 
 
 def crossing_features(plan: ShardingPlan, row: MixerShare) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
-__all__ = ["UnitTraffic", "gradient_peak", "unit_bytes", "unit_traffic", "use_traffic"]
+__all__ = ["UnitTraffic", "gradient_peak", "gradients_between", "unit_bytes", "unit_traffic", "use_traffic"]
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,14 @@ def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
     last = 0  # computed after all others, and reduced together with `waiting`
     doubled = 0  # computed in several parts: the sum, the next part and their new sum exist at once
     written: dict[str, int] = {}  # by unit, for units that reduce right after their own backward
-    copies: dict[str, list[UnitRow]] = {}
-    for unit in plan.fsdp_units:
-        if unit.forwards:
-            copies.setdefault(unit.twin_of or unit.name, []).append(unit)
+    copies = _copies(plan)
     for index, row in enumerate(trained):
         around = units[row.unit] in parts.around
         shared = len(plan.parts(units[row.unit])) > 1
         if row.aliases and not any(unit.twin_of and unit.twin_of == row.unit for unit in plan.units):
             doubled = max(doubled, 2 * row.gathered_bytes)
         for unit in copies.get(row.unit, ()):
-            accumulated = plan.options.microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH
+            accumulated = _accumulates(plan, unit)
             waiting += row.reduced_bytes if accumulated else 0  # in the dtype of reduction
             if shared:  # one gradient, which is complete after both passes
                 waiting += row.gathered_bytes
@@ -109,6 +106,31 @@ def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
                 written[unit.name] = written.get(unit.name, 0) + row.gathered_bytes
     largest_group = max((sum(written.get(unit.name, 0) for unit in turn) for turn in parts.turns), default=0)
     return waiting + max(last, doubled, largest_group)
+
+
+def gradients_between(plan: ShardingPlan) -> tuple[int, int]:
+    """Return the bytes of gradients that a rank holds between two microbatches: unsharded ones, and shards."""
+    copies, unsharded, shards = _copies(plan), 0, 0
+    for row in plan.parameters:
+        if row.trainable:
+            accumulating = [_accumulates(plan, unit) for unit in copies.get(row.unit, ())]
+            unsharded += sum(accumulating) * row.reduced_bytes
+            shards += 0 if all(accumulating) else row.bytes_per_rank
+    return unsharded, shards
+
+
+def _copies(plan: ShardingPlan) -> dict[str, list[UnitRow]]:
+    """Return the units that gather the parameters of each unit: itself, and the second of twins."""
+    copies: dict[str, list[UnitRow]] = {}
+    for unit in plan.fsdp_units:
+        if unit.forwards:
+            copies.setdefault(unit.twin_of or unit.name, []).append(unit)
+    return copies
+
+
+def _accumulates(plan: ShardingPlan, unit: UnitRow) -> bool:
+    """Return whether the gradients of a unit stay unsharded from one microbatch to the next."""
+    return plan.options.microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH
 
 
 def unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:

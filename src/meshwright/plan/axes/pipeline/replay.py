@@ -174,7 +174,7 @@ def _most_alive(turns: Sequence[ScheduledOp]) -> int:
     return max(accumulate({Phase.FORWARD: 1, Phase.INPUT: 0}.get(turn.phase, -1) for turn in turns))
 
 
-def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0.0) -> Replay:
+def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0.0, seconds: Sequence[float] = ()) -> Replay:
     """Replay one run of the plan's schedule.
 
     torch's schedules of one stage a rank ask for each message when they have started the turn before; the others ask for it
@@ -188,16 +188,17 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0
         plan: a plan with stages.
         even: let all stages take equal time, instead of the work that the plan gives them.
         message: duration of a message, in forwards through the whole model.
+        seconds: of each stage, how long all turns of a microbatch take. Then the unit of time is a second.
     """
     options, stages = plan.options, len(plan.stages)
     pp = plan.layout.size("pp")
     again = sum(unit.activation_checkpointing is ActivationCheckpointing.FULL for unit in plan.units if unit.kind == "layer")
-    cost = _cost_of_turns(
-        [1 / stages if even else row.cost for row in plan.stages],
-        again / max(1, len(plan.layers)),
-        {*range(first_trained(plan)), *range(pp, (passes_of(plan) - 1) * pp)},
-        first_trained(plan),
-    )
+    recomputed = again / max(1, len(plan.layers))
+    forward_only = {*range(first_trained(plan)), *range(pp, (passes_of(plan) - 1) * pp)}
+    forwards = [1 / stages if even else row.cost for row in plan.stages]
+    if seconds:
+        forwards = [time / (1 if stage in forward_only else 3 + recomputed) for stage, time in enumerate(seconds)]
+    cost = _cost_of_turns(forwards, recomputed, forward_only, first_trained(plan))
     walk = _walk_of(options.pipeline_schedule, pp, stages // pp, options.microbatches // options.runs_per_step)
     return walk.run(cost, message, asked_late=options.pipeline_schedule.single)
 

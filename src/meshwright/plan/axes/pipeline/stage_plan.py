@@ -117,17 +117,7 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
         StageRow(index, _rank_of(index, pp, schedule), tuple(layers[begin:end]), sum(costs[begin:end]) / total)
         for index, (begin, end) in enumerate(zip(begins, (*begins[1:], len(layers)), strict=True))
     )
-    cut = cut_of(facts, 0, len(layers))
-    last = {layer: row.index for row in rows for layer in row.layers}
-    holding = {}
-    for parameter in draft.parameters:
-        sides = facts.used.get(parameter.name)
-        if sides is not None:
-            places = [0 if side == "first" else count - 1 for side in sides]
-        else:
-            places = [last[nearest(parameter.name, last)]]
-        holding[parameter.name] = tuple(places)
-    return Found(Stages(rows, cut, holding), problems)
+    return Found(_stages(draft, facts, rows), problems)
 
 
 def _sliced_problems(draft: Draft, facts: StageFacts) -> Problems:
@@ -173,22 +163,28 @@ def _several_passes(draft: Draft, facts: StageFacts) -> Found[Stages]:
     legal = tuple(index for index in range(1, len(layers)) if index not in facts.uncut)
     begins = (0, *least_cuts(tuple(costs), tuple(sizes), pp, legal))
     ends, total = (*begins[1:], len(layers)), sum(costs) * passes
-    rows = [
+    rows = tuple(
         StageRow(number * pp + rank, rank, tuple(layers[begin + min(number, 1) : end : 2]), sum(costs[begin:end]) / total)
         for number in range(passes)
         for rank, (begin, end) in enumerate(zip(begins, ends, strict=True))
-    ]
-    place = {layer: row.rank for row in rows for layer in row.layers}
-    holding = {}
+    )
+    return Found(_stages(draft, facts, rows), problems)
+
+
+def _stages(draft: Draft, facts: StageFacts, rows: tuple[StageRow, ...]) -> Stages:
+    """Return the stages of some rows, with the stages that hold each parameter.
+
+    Layers that share parameters and run several times are on one rank. The first stage of the rank holds them.
+    """
+    place = {layer: row.rank if facts.passes > 1 else row.index for row in rows for layer in row.layers}
+    holding: dict[str, tuple[int, ...]] = {}
     for parameter in draft.parameters:
         sides = facts.used.get(parameter.name)
-        places = (
-            [place[nearest(parameter.name, place)]]
-            if sides is None
-            else [0 if side == "first" else len(rows) - 1 for side in sides]
-        )
-        holding[parameter.name] = tuple(places)
-    return Found(Stages(tuple(rows), cut_of(facts, 0, len(layers)), holding), problems)
+        if sides is None:
+            holding[parameter.name] = (place[nearest(parameter.name, place)],)
+        else:
+            holding[parameter.name] = tuple(0 if side == "first" else len(rows) - 1 for side in sides)
+    return Stages(rows, cut_of(facts, 0, len(facts.layers)), holding)
 
 
 def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
@@ -239,7 +235,8 @@ def _schedule_problems(options: ParallelOptions, pp: int, each: int) -> Problems
 def crossing_bytes(plan: ShardingPlan, stage: int) -> int:
     """Return the bytes that enter a stage, in a microbatch of ``options.tokens`` tokens."""
     tokens, pp = (plan.options.tokens or 0) * plan.layout.size("cp"), plan.layout.size("pp")
-    cut = next(action for action in plan.program if isinstance(action, Cut))
+    cut = plan.cut
+    assert cut is not None
     if cut.passes > 1 and stage == pp:  # nothing but a number goes from the first pass to the second
         return itemsize(crossing_dtype(plan))
     if cut.passes > 1 and stage > pp and cut.canvas is not None:
@@ -254,7 +251,7 @@ def crossing_dtype(plan: ShardingPlan) -> str:
 
 def elsewhere(plan: ShardingPlan, stages: Collection[int]) -> tuple[str, ...]:
     """Return the names of the layers, and of the modules before and after them, that some stages do not run."""
-    cut = next((action for action in plan.program if isinstance(action, Cut)), None)
+    cut = plan.cut
     if cut is None:
         return ()
     last = len(plan.stages) - 1
@@ -270,12 +267,12 @@ def first_trained(plan: ShardingPlan) -> int:
 
 def stages_with(plan: ShardingPlan, name: str) -> tuple[int, ...]:
     """Return the stages that have a module or a parameter; none if the plan has no stages, or every stage has it."""
-    if not plan.stages:
+    cut = plan.cut
+    if cut is None:
         return ()
     for parameter in plan.parameters:
         if name in (parameter.name, *parameter.aliases):
             return parameter.stages
-    cut = next(action for action in plan.program if isinstance(action, Cut))
     last = len(plan.stages) - 1
     leading = within(name, [*(module for module, *_ in cut.leading), *cut.idle])
     trailing = within(name, cut.trailing)
@@ -307,7 +304,7 @@ def pipeline_counts(plan: ShardingPlan, rank: int) -> Counter[str]:
 
 def passes_of(plan: ShardingPlan) -> int:
     """Return how often a microbatch goes through all ranks of `pp`."""
-    return next((action.passes for action in plan.program if isinstance(action, Cut)), 1)
+    return 1 if plan.cut is None else plan.cut.passes
 
 
 def parts_of_rank(plan: ShardingPlan, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -327,7 +324,8 @@ def crossing_shape(plan: ShardingPlan, stage: int, rows: int, length: int) -> tu
 
     With sequence parallel, each rank of `tp` sends its slice of the sequence.
     """
-    cut = next(action for action in plan.program if isinstance(action, Cut))
+    cut = plan.cut
+    assert cut is not None
     slices = plan.layout.size("cp") * (plan.layout.size("tp") if plan.options.sequence_parallel else 1)
     begin = [name for name, *_ in cut.order].index(plan.stages[stage].layers[0])
     return entering_shape(cut.sizes, cut.carried, begin, rows, length // slices)

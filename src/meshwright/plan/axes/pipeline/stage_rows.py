@@ -70,7 +70,8 @@ def _rows_of_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan
 
 def _with_program(plan: ShardingPlan, part: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
     """Return the part of a plan that some stages have with its program."""
-    cut = next(action for action in plan.program if isinstance(action, Cut))
+    cut = plan.cut
+    assert cut is not None
     others = frozenset(elsewhere(plan, stages))
     names = {name for row in part.parameters for name in (row.name, *row.aliases)}
     kept = {unit.name: unit for unit in part.units}

@@ -12,7 +12,7 @@ goes to each ``copies`` ranks in turn. So (8, 1) gives each of 4 ranks two entri
 
 @dataclass(frozen=True)
 class MixerShare:
-    """What a rank of `cp` computes of one mixer: all tokens of some heads.
+    """What a rank of `cp` computes of one mixer: all tokens of some heads, or its tokens with those before.
 
     Attributes:
         module: name of the mixer in the model.
@@ -27,7 +27,14 @@ class MixerShare:
         summed: (name in the mixer, number of features that leave) of each linear layer in between that mixes the features of
             all ranks: each rank has the columns of its features, and what these put out is summed over the ranks.
         slices: (name in the mixer, dimension, how it is divided) of each parameter and buffer of which a rank uses a part.
-        values: (name in the mixer, value) of each attribute that counts something of which a rank has a part.
+        values: (name in the mixer, value) of each attribute that counts something of which a rank has a part. It may be that of
+            a config which modules hold, under the name of the attribute that has the config.
+        before: number of tokens before a token that the mixer needs, if these are few. Then a rank gets them, computes its own
+            tokens, and all above but ``hidden`` is empty; 0: it needs all of them.
+        width: number of features of the hidden state, if ``before`` counts.
+        shifts: (name in the mixer, tokens before, features, its argument for them) of each module that runs on a rank's tokens
+            before the openings, and needs some tokens before them.
+        positions: position and name of the argument that has the positions of tokens, if the mixer reads them.
         problem: why it cannot be shared; empty: it can.
     """
 
@@ -41,6 +48,10 @@ class MixerShare:
     summed: tuple[tuple[str, int], ...] = ()
     slices: tuple[tuple[str, int, Pieces], ...] = ()
     values: tuple[tuple[str, int], ...] = ()
+    before: int = 0
+    width: int = 0
+    shifts: tuple[tuple[str, int, int, tuple[int, str]], ...] = ()
+    positions: tuple[int, str] | None = None
     problem: str = ""
 
     @property
@@ -52,6 +63,12 @@ class MixerShare:
     def entering(self) -> tuple[int, ...]:
         """Number of features of a token that come out of each opening."""
         return tuple(sum(size for size, _ in pieces) for _, pieces in self.openings)
+
+    @property
+    def gathered_before(self) -> tuple[tuple[int, int], ...]:
+        """Of each exchange of the tokens before those of ranks: their number, and the features of each."""
+        own = ((self.before, self.width),) if self.before else ()
+        return own + tuple((tokens, features) for _, tokens, features, _ in self.shifts)
 
     def received(self, ranks: int) -> int:
         """Return the number of features of a token that a rank computes with, those that several ranks have included."""

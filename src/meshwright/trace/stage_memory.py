@@ -1,0 +1,232 @@
+"""What a rank of a pipeline holds at each of its turns.
+
+Activations are those of the microbatches in flight. What a layer keeps of one, what surrounds the layers, and what the loss
+keeps, is from traces of a few layers without a pipeline. State, gathered parameters and gradients are from the plan: unsharded
+gradients wait from the first backward of a stage to its last one, and only then become shards, unless they are reduced each
+time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.plan.axes.data.unit_traffic import gradient_peak, gradients_between
+from meshwright.plan.axes.pipeline.held_turns import HeldTurn, turns_of_rank
+from meshwright.plan.axes.pipeline.schedule_turns import Phase
+from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, first_trained, parts_of_rank, passes_of, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
+from meshwright.plan.cost.price import totals_of_rank
+from meshwright.plan.given.closed_choices import PipelineSchedule
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.update.states import orthogonalised
+from meshwright.trace.few_layers import Traces, kept_layers
+from meshwright.trace.live import Kind
+from meshwright.trace.step import AFTER_LOSS, BEFORE_LOSS, FORWARD, LOSS, UPDATE
+
+__all__ = ["StageMemory", "held_in_update"]
+
+Parts = Mapping[str, int]
+"""Bytes by what they are for, as in :class:`~meshwright.trace.memory.MemoryForecast`."""
+
+
+def held_in_update(plan: ShardingPlan) -> int:
+    """Return what Muon holds in a step. Traces have AdamW, which holds nothing."""
+    return sum(muon.held for muon in orthogonalised(plan).values())
+
+
+def _more(held: Mapping[Kind, int], than: Mapping[Kind, int]) -> dict[Kind, int]:
+    kinds = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.OUTPUTS)
+    return {kind: max(0, held.get(kind, 0) - than.get(kind, 0)) for kind in kinds}
+
+
+def _dot(numbers: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(number * size for number, size in zip(numbers, sizes, strict=True))
+
+
+class StageMemory:
+    """What a rank of `pp` holds.
+
+    Args:
+        plan: the plan of the run.
+        traces: traces of its first layers.
+        rank: which rank of `pp`.
+    """
+
+    def __init__(self, plan: ShardingPlan, traces: Traces, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.stages = stages_of_rank(plan, rank)
+        self._totals, self._parts = totals_of_rank(plan, rank), parts_of_rank(plan, rank)
+        trace, self._moments = traces.of(traces.first), traces.moments(traces.first)
+        self._noted = trace.step.noted
+        self._buffers = max(0, trace.step.state - trace.parameter_bytes - trace.optimizer_bytes)
+        kept = kept_layers(traces)
+        around = max(0, self._noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0) - kept.traced)
+        self._works = max(0, kept.works - around)
+        by_layer = dict(zip(plan.layers, (kept.by_kind[kind] for kind in traces.kinds), strict=True))
+        pp = plan.layout.size("pp")
+        between = range(pp, (passes_of(plan) - 1) * pp)  # the passes without a gradient keep nothing
+        outputs = dict(zip(plan.layers, (kept.outputs[kind] for kind in traces.kinds), strict=True))
+        layers = [rows_on_stages(plan, [stage]).layers for stage in self.stages]
+        self._kept = [
+            0 if stage in between else around + sum(by_layer[name] for name in own)
+            for stage, own in zip(self.stages, layers, strict=True)
+        ]
+        # The first stage that is trained has no half for inputs.
+        self._halved = [
+            0 if stage <= first_trained(plan) else sum(outputs[name] for name in own)
+            for stage, own in zip(self.stages, layers, strict=True)
+        ]
+        self._sent = [self._crosses(stage + 1, stage) for stage in self.stages]
+        self._returned = [self._crosses(stage, stage - 1) for stage in self.stages]
+
+    def _crosses(self, cut: int, other: int) -> int:
+        """Return the bytes that cross the cut before a stage, if another stage beyond it is on another rank."""
+        if not 0 <= other < len(self.plan.stages) or cut == len(self.plan.stages) or other in self.stages:
+            return 0
+        return crossing_bytes(self.plan, cut)
+
+    def moments(self) -> dict[str, Parts]:
+        """Return what the rank holds at the fullest of its turns, apart for those that end the gradients of a stage, and in the
+        update.
+        """
+        turns = turns_of_rank(self.plan, self.rank)
+        found = {}
+        for moment, last in (("with most microbatches alive", False), ("the last backward", True)):
+            held = [self.at(turn) for turn in turns if turn.last is last]
+            found[moment] = max(held, key=lambda parts: sum(parts.values()))
+        return {**found, UPDATE: self.update}
+
+    @cached_property
+    def update(self) -> Parts:
+        """What the rank holds in the update."""
+        rows = rows_on_stages(self.plan, self.stages)
+        return {**self.idle, "gradients": self._totals.gradient_bytes, "communication": 0, "update": held_in_update(rows)}
+
+    @cached_property
+    def idle(self) -> Parts:
+        """What the rank holds before the first turn."""
+        names = ("gradients", "gathered", "unsharded_gradients", "activations", "logits", "update")
+        return {
+            "parameters": self._totals.parameter_bytes,
+            "optimizer": self._totals.optimizer_bytes,
+            "buffers": self._buffers,
+            "communication": self._totals.receive_buffer_bytes,
+            **dict.fromkeys(names, 0),
+        }
+
+    def at(self, turn: HeldTurn) -> Parts:
+        """Return what the rank holds at a turn when it holds the most."""
+        activations = _dot(turn.alive, self._kept) + _dot(turn.halved, self._halved)
+        works = self._forward_works if turn.phase is Phase.FORWARD else self._works
+        held = [(activations + works, 0)]
+        head = len(self.plan.stages) - 1
+        if head in self.stages:
+            of_head, alive = self._of_head, turn.alive[self.stages.index(head)]
+            activations += alive * of_head[Kind.ACTIVATIONS]
+            halved = turn.halved[self.stages.index(head)]
+            activations += halved * max(0, of_head[Kind.OUTPUTS] - of_head[Kind.LOGITS])
+            logits = alive * of_head[Kind.LOGITS]  # after the half for inputs, those are gradients
+            held = [(activations + works, logits)]
+            if turn.stage == head:  # what this microbatch keeps for the loss is there while the loss is computed
+                held = [(activations + works - of_head[Kind.ACTIVATIONS], logits - of_head[Kind.LOGITS])]
+                held += [(activations + self._loss_works[Kind.ACTIVATIONS], logits + self._loss_works[Kind.LOGITS])]
+        activations, logits = max(held, key=sum)
+        unsharded, shards, reduces = self._gradients(turn)
+        moments = self._moments.values() if reduces else [self._moments[name] for name in (FORWARD, LOSS)]
+        sends = self._totals.receive_buffer_bytes + self._held_sends(turn)
+        return {
+            **self.idle,
+            "gradients": shards,
+            "gathered": self._totals.gathered_peak_bytes,
+            "unsharded_gradients": unsharded,
+            "activations": activations,
+            "logits": logits,
+            "communication": sends + max(held[Kind.COMMUNICATION] for held in moments),
+        }
+
+    def _held_sends(self, turn: HeldTurn) -> int:
+        """Return the bytes of what was sent, is used no more, and waits for the end of the run."""
+        schedule = self.plan.options.pipeline_schedule
+        if schedule is PipelineSchedule.ONE_F_ONE_B:
+            return 0
+        outputs = 0 if schedule is PipelineSchedule.GPIPE else _dot(turn.left, self._sent)
+        return outputs + _dot(turn.returned, self._returned)
+
+    @cached_property
+    def _forward_works(self) -> int:
+        """What a layer in forward holds beside what layers keep."""
+        return max(0, self._moments[FORWARD][Kind.ACTIVATIONS] - self._noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0))
+
+    @cached_property
+    def _of_head(self) -> dict[Kind, int]:
+        """What a microbatch keeps for the backward of what comes after the layers."""
+        return _more(self._noted[AFTER_LOSS], self._noted[BEFORE_LOSS])
+
+    @cached_property
+    def _loss_works(self) -> dict[Kind, int]:
+        """What the loss, or its backward, holds beside that."""
+        return _more(self._moments[LOSS], self._noted[AFTER_LOSS])
+
+    @cached_property
+    def _gradients_of_parts(self) -> list["_Gradients"]:
+        return [_Gradients.of(rows_on_stages(self.plan, stages)) for stages in self._parts]
+
+    def _gradients(self, turn: HeldTurn) -> tuple[int, int, bool]:
+        """Return the bytes of unsharded gradients and of shards at a turn, and whether gradients are reduced in it."""
+        unsharded = shards = 0
+        reduces = False
+        making = turn.phase in (Phase.BACKWARD, Phase.WEIGHT)
+        for stages, own in zip(self._parts, self._gradients_of_parts, strict=True):
+            over = {stage: turn.over[self.stages.index(stage)] for stage in stages}
+            held = (0, 0)
+            if all(over.values()):
+                held = 0, own.shards
+            elif making and turn.stage in stages:
+                last = turn.last and all(over[stage] for stage in stages if stage != turn.stage)
+                reduces |= last or own.early > 0
+                if last:
+                    held = max((own.most, own.early + own.shard_of_unit), (own.of_unit, own.shards), key=sum)
+                elif any(turn.begun[self.stages.index(stage)] for stage in stages):
+                    held = own.most, own.early
+                else:  # the first gradients come as the activations of the microbatch go
+                    gone = self._kept[self.stages.index(turn.stage)]
+                    held = max(own.of_unit, own.most - gone), own.early
+            elif any(turn.begun[self.stages.index(stage)] for stage in stages):
+                held = own.between, own.early
+            unsharded, shards = unsharded + held[0], shards + held[1]
+        return unsharded, shards, reduces
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Bytes of the gradients of a model of a rank.
+
+    Attributes:
+        most: unsharded ones in a backward, at the most.
+        between: unsharded ones between two microbatches.
+        of_unit: unsharded ones of the largest unit.
+        shards: all shards.
+        early: shards between two microbatches.
+        shard_of_unit: shards of the largest unit.
+    """
+
+    most: int
+    between: int
+    of_unit: int
+    shards: int
+    early: int
+    shard_of_unit: int
+
+    @classmethod
+    def of(cls, plan: ShardingPlan) -> "_Gradients":
+        between, early = gradients_between(plan)
+        of_units = [[row for row in plan.rows(unit) if row.trainable] for unit in plan.fsdp_units]
+        shards = [sum(row.bytes_per_rank for row in rows) for rows in of_units]
+        return cls(
+            gradient_peak(plan, plan.parameters),
+            between,
+            max((sum(row.reduced_bytes for row in rows) for rows in of_units), default=0),
+            sum(row.bytes_per_rank for row in plan.parameters if row.trainable),
+            early,
+            max(shards, default=0),
+        )
