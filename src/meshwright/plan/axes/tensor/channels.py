@@ -79,6 +79,8 @@ def _problem(draft: Draft, share: MixerShare, ranks: int) -> str:
     modules, name = draft.model.modules, share.module
     if share.problem:
         return share.problem
+    if not share.closing:
+        return "how its channels divide is not looked at, because it needs only a few tokens before"
     if draft.layout.size("cp") > 1:
         return "cp divides its heads"
     if not within(name, draft.layers) or any(within(own, [name]) for own in draft.model.adapters):
