@@ -28,6 +28,7 @@ THOROUGH = (
     ),
     *((name, "tp 2 x shard 2") for name in ("mamba use_bias=true", "mamba2 use_bias=true", "mamba2 use_conv_bias=false")),
     *(("mamba2", label) for label in ("tp 2", "pp 2 x tp 2", "2 x tp 2")),
+    *((name, "tp 2 seq") for name in ("rwkv", "recurrent_gemma", "xlstm", "kimi_linear", "olmo_hybrid", "bailing_hybrid")),
     *(
         (name, label)
         for name in ("jamba", "nemotron_h")

@@ -6,6 +6,7 @@ modules in it that it does not call, such as the weight of a convolution. While 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -33,9 +34,8 @@ def mix_channels(model: nn.Module, action: MixChannels, mesh: ParallelMesh) -> N
     def forward(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(_parts(mixer, action, group))
-            for name, value in action.values:
-                place, _, own = name.rpartition(".")
-                stack.enter_context(_replaced(vars(mixer.get_submodule(place)), {own: value}))
+            for held, values in _numbers(mixer, action):
+                stack.enter_context(_replaced(held, values))
             # Only in training are there kernels that compute all of a mixer at once, its matrices included.
             stack.enter_context(_replaced(vars(mixer), {"training": False}))
             return inner(*args, **kwargs)
@@ -63,6 +63,23 @@ def _parts(mixer: nn.Module, action: MixChannels, group: dist.ProcessGroup) -> I
             held, own = _place(mixer, name)
             stack.enter_context(_replaced(held, {own: part}))
         yield
+
+
+def _numbers(mixer: nn.Module, action: MixChannels) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the attributes of each module and their values on this rank; of a config, modules get a copy with other numbers."""
+    configs: dict[int, Any] = {}
+    for name, value in action.values:
+        place, _, own = name.rpartition(".")
+        holder, _, attribute = place.rpartition(".")
+        config = vars(mixer.get_submodule(holder)).get(attribute) if attribute else None
+        if config is None:
+            yield vars(mixer.get_submodule(place)), {own: value}
+        else:
+            vars(configs.setdefault(id(config), copy(config)))[own] = value
+    for module in mixer.modules() if configs else ():
+        held = {key: configs[id(config)] for key, config in vars(module).items() if id(config) in configs}
+        if held:
+            yield vars(module), held
 
 
 def _place(mixer: nn.Module, name: str) -> tuple[dict[str, Any], str]:
