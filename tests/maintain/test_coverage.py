@@ -29,11 +29,11 @@ SHARD, TP = (next(place for place in coverage.COLUMNS if place.label == label) f
 
 def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
     page, data, said = tmp_path / "coverage.md", tmp_path / "coverage.json", []
-    assert coverage.write_coverage(page, data, said.append, ["mamba", "gptj"], [SHARD, TP])
+    assert coverage.write_coverage(page, data, said.append, ["jetmoe", "gptj"], [SHARD, TP])
     rows = {(row["family"], row["layout"]): row for row in json.loads(data.read_text())["cells"]}
-    assert [rows[of, "shard 2"]["outcome"] for of in ("mamba", "gptj")] == ["works", "works"]
-    assert (rows["mamba", "tp 2"]["outcome"], rows["gptj", "tp 2"]["outcome"]) == ("refused", "works")
-    assert reason_of(rows["mamba", "tp 2"]["code"]) == "styles"
+    assert [rows[of, "shard 2"]["outcome"] for of in ("jetmoe", "gptj")] == ["works", "works"]
+    assert (rows["jetmoe", "tp 2"]["outcome"], rows["gptj", "tp 2"]["outcome"]) == ("refused", "works")
+    assert reason_of(rows["jetmoe", "tp 2"]["code"]) == "styles"
     assert len(rows["gptj", "tp 2"]["model"]) == 20
     text = page.read_text()
     assert "| shard 2 | 2 | 0 | 0 |" in text

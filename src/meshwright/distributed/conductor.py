@@ -28,6 +28,7 @@ from meshwright.distributed.memory.nf4 import pack
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.pipeline.cut import cut_model
 from meshwright.distributed.slices import assign, freeze, slice_parameter
+from meshwright.distributed.tensor.mixer_slices import mix_channels
 from meshwright.distributed.tensor.slicing import compute_with_slices
 from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.plan.result.program import (
@@ -43,6 +44,7 @@ from meshwright.plan.result.program import (
     Freeze,
     GiveCache,
     JoinTwins,
+    MixChannels,
     Pack,
     PartTwins,
     Prefetch,
@@ -60,6 +62,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     Cut: cut_model,
     Slice: slice_parameter,
     Assign: assign,
+    MixChannels: mix_channels,
     Compute: compute_with_slices,
     Dispatch: dispatch_tokens,
     Attend: attend_over_ranks,

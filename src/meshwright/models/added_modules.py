@@ -123,6 +123,10 @@ class _WithAdded(Traces):
         """See :class:`Traces`."""
         return self.alone.mixers(ranks)
 
+    def mixer_parameters(self, ranks: int) -> Mapping[str, tuple[str, ...]]:
+        """See :class:`Traces`."""
+        return self.alone.mixer_parameters(ranks)
+
     @property
     def head(self) -> HeadFacts | None:
         return self.alone.head

@@ -1,9 +1,12 @@
 """Bytes that ranks really hold, against the plan's."""
 
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.comm_counter import CommCounter
@@ -13,11 +16,13 @@ from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.models.specs.registry import spec_of
 from meshwright.models.token_loss import forward_loss
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.price import totals
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
 from tests.tiny import FAMILIES, SPARSE, batches, make, summed_loss
@@ -96,28 +101,54 @@ BY_DEFAULT = ("qwen2", "gpt2", "qwen3_moe", "nemotron_h")
     "family", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.thorough) for name in FAMILIES]
 )
 def test_the_bytes_of_every_collective_over_tp_are_those_of_the_plan(family: str) -> None:
-    def on_rank(rank: int) -> int:
-        compared = 0
-        (batch,) = batches(1)
-        positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
-        for sequence_parallel, loss_parallel, chunks in product((False, True), (None, False), (0, 2)):
-            model, spec = make(family)
-            options = ParallelOptions(
-                param_dtype=None, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, loss_chunks=chunks,
-                tokens=batch["input_ids"].numel(), experts_of_token=2 if family in SPARSE else None,
-            )  # fmt: skip
-            try:
-                plan = resolve(spec, model, Layout(tp=2, dp_shard=1), options)
-            except PlanError:
-                assert sequence_parallel or chunks  # no family is refused without
-                continue
-            parallelize(model, plan, build_mesh(plan.layout, "cpu"))
-            with CommCounter() as counter:
-                forward_loss(model, {**batch, "position_ids": positions}).backward()
-            planned = {item.kind: (item.calls, item.size) for item in activation_traffic(plan)}
-            counts, sizes = counter.counts_of[0, 1], counter.bytes_of[0, 1]
-            assert {kind: (counts[kind], sizes[kind]) for kind in counts} == planned, (options.sequence_parallel, plan.loss)
-            compared += 1
-        return compared
+    assert min(run_ranks(partial(compare_bytes, family), 2)) >= 2
 
-    assert min(run_ranks(on_rank, 2)) >= 2
+
+SIZES: dict[str, dict[str, Any]] = {
+    "bitnet": {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "mamba": {"state_size": 4, "use_bias": True},
+    "falcon_mamba": {"state_size": 4},
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+}
+"""What of a model runs between matrices that `tp` slices, and sends something itself: norms over features, mixers."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "mamba2" else pytest.mark.thorough) for kind in SIZES])
+def test_so_are_those_of_what_runs_between_slices(kind: str) -> None:
+    assert min(run_ranks(partial(compare_bytes, kind), 2)) >= 2
+
+
+def made(family: str) -> tuple[torch.nn.Module, ParallelSpec]:
+    if family not in SIZES:
+        return make(family)
+    config = AutoConfig.for_model(family, vocab_size=29, hidden_size=32, num_hidden_layers=2, **SIZES[family])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.use_cache = False
+    return model, spec_of(model)
+
+
+def compare_bytes(family: str, rank: int) -> int:
+    """Return on how many layouts the calls and bytes over `tp` of this rank are those of its plan."""
+    compared, others = 0, 1 if family in SIZES else 2
+    (batch,) = batches(1)
+    positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    for sequence_parallel, loss_parallel, chunks in product((False, True), (None, False)[:others], (0, 2)[:others]):
+        model, spec = made(family)
+        options = ParallelOptions(
+            param_dtype=None, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, loss_chunks=chunks,
+            tokens=batch["input_ids"].numel(), experts_of_token=2 if family in SPARSE else None,
+        )  # fmt: skip
+        try:
+            plan = resolve(spec, model, Layout(tp=2, dp_shard=1), options)
+        except PlanError:
+            assert sequence_parallel or chunks  # no family is refused without
+            continue
+        parallelize(model, plan, build_mesh(plan.layout, "cpu"))
+        with CommCounter() as counter:
+            forward_loss(model, {**batch, "position_ids": positions}).backward()
+        planned = {item.kind: (item.calls, item.size) for item in activation_traffic(plan)}
+        counts, sizes = counter.counts_of[0, 1], counter.bytes_of[0, 1]
+        assert {kind: (counts[kind], sizes[kind]) for kind in counts} == planned, (options.sequence_parallel, plan.loss)
+        compared += 1
+    return compared

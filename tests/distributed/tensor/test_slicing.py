@@ -108,8 +108,9 @@ def test_patterns_without_a_match_and_ranks_without_a_slice_are_refused() -> Non
 
 def test_a_model_that_declares_no_styles_is_refused() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", num_hidden_layers=2, hidden_size=32))
-    with pytest.raises(PlanError, match=r"no styles; .*MambaForCausalLM declares no.*the legal value of tp is 1"):
+        sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", n_groups=1, **sizes))
+    with pytest.raises(PlanError, match=r"no styles; .*Mamba2ForCausalLM declares no.*the legal value of tp is 1"):
         resolve(spec_of(model), model, Layout(tp=2, dp_shard=1))
 
 

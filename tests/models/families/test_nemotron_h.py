@@ -36,10 +36,14 @@ def styles_of(kinds: list[str], **changes: Any) -> dict[str, str]:
     return {row.module.removeprefix("model.layers."): row.style for row in plan.tensor_parallel}
 
 
+MIXER = {"0.mixer": "mixer", "0.mixer.in_proj": "fused_colwise", "0.mixer.norm": "channels", "0.mixer.out_proj": "rowwise"}
+
+
 def test_every_block_is_a_unit_and_is_split_by_its_kind() -> None:
     shared = {"1.mixer.shared_experts.up_proj": "colwise", "1.mixer.shared_experts.down_proj": "rowwise"}
     assert styles_of(KINDS) == {
         "model.embeddings": "embedding_rowwise",
+        **MIXER,
         "1.mixer.experts": "moe_tp_experts",
         **shared,
         "3.mixer.up_proj": "colwise",
@@ -50,7 +54,7 @@ def test_every_block_is_a_unit_and_is_split_by_its_kind() -> None:
 
 def test_kinds_that_a_model_lacks_are_no_error() -> None:
     assert set(styles_of(["mlp", "full_attention"])) == {"model.embeddings", "0.mixer.up_proj", "0.mixer.down_proj", "lm_head"}
-    assert set(styles_of(["linear_attention"])) == {"model.embeddings", "lm_head"}
+    assert set(styles_of(["linear_attention"])) == {"model.embeddings", "lm_head", *MIXER}
 
 
 def test_heads_do_not_limit_what_leaves_attention_whole() -> None:

@@ -42,8 +42,8 @@ class Changed(nn.Module):
         return output + hidden if self.around else output
 
 
-def changed(between: object, around: bool = False) -> LlamaForCausalLM:
-    model = tiny_model("llama", meta=True)
+def changed(between: object, around: bool = False, **sizes: int) -> LlamaForCausalLM:
+    model = tiny_model("llama", meta=True, **sizes)
     for layer in model.model.layers:
         layer.mlp = Changed(layer.mlp, between, around)
     return model
@@ -204,6 +204,123 @@ def test_what_mixes_features_is_no_pair(between: object, sliced: bool) -> None:
     assert {name for name in found if "mlp" in name} == ({f"{layer}.mlp.down_proj" for layer in LAYERS} if sliced else set())
 
 
+class Norm(nn.Module):
+    """A norm over the features between the matrices of an MLP."""
+
+    def __init__(self, width: int, compute: Callable[["Norm", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.compute = nn.Parameter(torch.ones(width, device="meta")), compute
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, inner: torch.Tensor) -> torch.Tensor:
+        return self.compute(self, inner)
+
+
+def mean_of_squares(inner: torch.Tensor) -> torch.Tensor:
+    return inner.pow(2).mean(-1, keepdim=True)
+
+
+def keeping(norm: Norm, inner: torch.Tensor) -> torch.Tensor:
+    norm.kept = mean_of_squares(inner)
+    return norm.weight * inner * norm.kept
+
+
+@pytest.mark.parametrize(
+    ("compute", "means"),
+    [
+        (lambda norm, inner: norm.weight * (inner * torch.rsqrt(mean_of_squares(inner) + 1e-6)), 1),
+        (lambda norm, inner: (1.0 + norm.weight.float()) * inner.double() * mean_of_squares(inner).rsqrt(), 1),
+        (lambda norm, inner: (inner - inner.mean(-1, keepdim=True)) * mean_of_squares(inner) * norm.weight, 2),
+        (lambda norm, inner: norm.weight * inner, 0),
+        (lambda norm, inner: norm.weight * inner / inner.pow(2).sum(-1, keepdim=True), None),  # a sum grows with the ranks
+        (lambda norm, inner: norm.weight * inner * inner.mean(1, keepdim=True), 0),  # of each feature alone
+        (lambda norm, inner: norm.weight * inner * inner.mean((-1, -2), keepdim=True), None),
+        (lambda norm, inner: norm.weight.flip(0) * inner * mean_of_squares(inner), None),
+        (lambda norm, inner: norm.weight * inner * (mean_of_squares(inner) * norm.weight.sum()), None),
+        (lambda norm, inner: inner * mean_of_squares(inner), None),  # nobody reads the parameter
+        (lambda norm, inner: norm.weight * inner * mean_of_squares(inner).expand(inner.shape), None),
+        (lambda norm, inner: mean_of_squares(inner).expand(inner.shape), None),
+        (keeping, None),  # and another module adds what it keeps
+    ],
+)
+def test_norms_that_take_means_alone_are_computed_on_slices(
+    compute: Callable[[Norm, torch.Tensor], torch.Tensor], means: int | None
+) -> None:
+    model = changed(lambda module, inner: module.norm(inner) + (0.0 if module.norm.kept is None else module.norm.kept))
+    for layer in model.model.layers:
+        layer.mlp.norm = Norm(model.config.intermediate_size, compute)
+    found = {pair.second: pair.norms for pair in trace_pairs(model, LAYERS).found}
+    expected = {f"{layer}.mlp.down_proj": ((f"{layer}.mlp.norm", means),) for layer in LAYERS if means is not None}
+    assert {second: norms for second, norms in found.items() if "mlp" in second} == expected
+
+
+def test_a_narrow_pair_with_a_norm_stays_whole() -> None:
+    for width, sliced in ((48, True), (16, False)):
+        model = tiny_model("llama", meta=True)
+        for layer in model.model.layers:
+            layer.mlp = nn.Sequential(
+                nn.Linear(model.config.hidden_size, width, device="meta"),
+                Norm(width, lambda own, inner: own.weight * (inner * mean_of_squares(inner))),
+                nn.Linear(width, model.config.hidden_size, device="meta"),
+            )
+        assert bool([pair for pair in trace_pairs(model, LAYERS).found if "mlp" in pair.second]) is sliced
+
+
+def test_a_norm_that_runs_twice_or_is_that_of_two_layers_is_not_sliced() -> None:
+    norm = Norm(
+        tiny_model("llama", meta=True).config.intermediate_size,
+        lambda own, inner: own.weight * (inner * mean_of_squares(inner)),
+    )
+    for between in (lambda module, inner: module.norm(module.norm(inner)), lambda module, inner: module.norm(inner)):
+        model = changed(between)
+        model.model.layers[0].mlp.norm = model.model.layers[1].mlp.norm = norm
+        assert not [pair for pair in trace_pairs(model, LAYERS).found if "mlp" in pair.second]
+
+
+NORM = "model.layers.*.mlp.norm"
+
+
+@pytest.mark.parametrize(
+    ("style", "problem"),
+    [
+        ({}, "the legal style is norm_of_features"),
+        ({NORM: "norm_of_features"}, ""),
+        ({NORM: "replicate"}, "the legal style is norm"),
+    ],
+)
+def test_a_plan_of_ones_own_says_that_a_norm_is_sliced(style: dict[str, str], problem: str) -> None:
+    model = changed(lambda module, inner: module.norm(inner))
+    for layer in model.model.layers:
+        layer.mlp.norm = Norm(model.config.intermediate_size, lambda own, inner: own.weight * (inner * mean_of_squares(inner)))
+    pair = {f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")} | {
+        "model.layers.*.mlp.down_proj": "rowwise"
+    }
+
+    def rows(styles: dict[str, str]) -> dict[str, str]:
+        options = ParallelOptions(param_dtype=None, tp_plan=styles)
+        plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), options)
+        return {row.module: row.style for row in plan.tensor_parallel}
+
+    scale = {"model.layers.*.mlp.scale": "replicate"}
+    if problem:
+        with pytest.raises(PlanError, match=problem):
+            rows({**pair, **scale, **style})
+    else:
+        assert rows({**pair, **scale, **style})[f"{LAYERS[0]}.mlp.norm"] == "norm_of_features"
+    with pytest.raises(PlanError, match="the legal style is replicate"):  # its features are whole
+        rows({NORM: "norm_of_features", "model.layers.*.self_attn.q_proj": "colwise_gather_output"})
+
+
+def test_a_norm_on_slices_of_other_widths_is_refused() -> None:
+    model = changed(lambda module, inner: module.norm(inner), intermediate_size=45)
+    for layer in model.model.layers:
+        layer.mlp.norm = Norm(45, lambda own, inner: own.weight * (inner * mean_of_squares(inner)))
+        del layer.mlp.scale
+    options = ParallelOptions(param_dtype=None)  # the styles that Llama declares
+    with pytest.raises(PlanError, match="takes means over slices of 45 features or heads, which tp must divide"):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), options)
+
+
 @pytest.mark.parametrize(
     ("between", "operator"),
     [
@@ -282,7 +399,8 @@ def test_styles_of_a_model_that_declares_none() -> None:
 
 def test_a_model_without_pairs_has_no_styles() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", num_hidden_layers=2, hidden_size=32))
+        sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", **sizes))
     with pytest.raises(
         PlanError, match="derived: no linear layer puts out features that enter another one without being mixed"
     ):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.mesh import build_mesh
@@ -136,3 +138,53 @@ def test_buffers_alone_get_their_values_and_nothing_is_drawn(family: str) -> Non
         assert torch.equal(mine, expected), name
     if model.config.tie_word_embeddings:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_what_only_a_constructor_sets_is_what_it_sets() -> None:
+    def apertus() -> PreTrainedModel:
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("apertus", vocab_size=32, **sizes), dtype=torch.float32)
+
+    with torch.device("meta"):
+        model = apertus()
+    before = torch.nn.Linear.__init__, torch.are_deterministic_algorithms_enabled()
+    initialize(model, CPU, 0)
+    assert before == (torch.nn.Linear.__init__, torch.are_deterministic_algorithms_enabled())
+    expected = apertus()
+    slope = "model.layers.1.mlp.act_fn.alpha_p"  # of xIELU: no _init_weights names it
+    for name, mine in (*model.named_parameters(), *model.named_buffers()):
+        if "act_fn" in name:
+            assert torch.equal(mine, {**dict(expected.named_parameters()), **dict(expected.named_buffers())}[name]), name
+    assert bool(model.get_parameter(slope).isfinite().all())
+
+
+def test_what_only_a_constructor_draws_has_a_stream_of_its_own() -> None:
+    def drawn(seed: int, layers: int = 2) -> dict[str, torch.Tensor]:
+        config = AutoConfig.for_model("openai-gpt", vocab_size=32, n_embd=16, n_layer=layers, n_head=2, n_positions=8)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        initialize(model, CPU, seed)
+        return dict(model.named_parameters())
+
+    base, deeper, other = drawn(0), drawn(0, 3), drawn(1)
+    matrix = "transformer.h.1.mlp.c_fc.weight"  # a Conv1D, which _init_weights leaves to its constructor
+    assert float(base[matrix].detach().std()) == pytest.approx(0.02, rel=0.15)
+    assert torch.equal(base[matrix], deeper[matrix])
+    assert not torch.equal(base[matrix], other[matrix])
+    assert not torch.equal(base[matrix], base[matrix.replace("1", "0", 1)])
+
+
+def test_memory_that_a_constructor_does_not_set_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unset(self: nn.Module, nf: int, nx: int) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias = nn.Parameter(torch.empty(nx, nf)), nn.Parameter(torch.zeros(nf))
+        self.nf, self.nx = nf, nx
+
+    monkeypatch.setattr(Conv1D, "__init__", unset)
+    config = AutoConfig.for_model("openai-gpt", vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with refuses(ModelError, "model.initial_values") as raised:
+        initialize(model, CPU, 0)
+    assert "c_fc.weight" in str(raised.value)
+    assert "bias" not in str(raised.value)

@@ -25,6 +25,7 @@ __all__ = [
     "slice_of",
     "slice_width",
     "split",
+    "sum_both_ways",
     "to_parts",
     "to_slices",
 ]
@@ -46,6 +47,11 @@ def enter_last(whole: torch.Tensor, width: int, group: Group) -> torch.Tensor:
 def leave(part: torch.Tensor, group: Group) -> torch.Tensor:
     """Leave such a region. Forward adds up the parts; backward is the identity, because the gradient is whole."""
     return _Leave.apply(part, group)
+
+
+def sum_both_ways(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """Add up parts, where each rank computes a part with the sum. Forward and backward each add up the parts."""
+    return enter(leave(part, group), group)
 
 
 def gather(piece: torch.Tensor, dim: int, size: int, group: Group) -> torch.Tensor:

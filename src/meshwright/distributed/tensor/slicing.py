@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.tensor import moves
+from meshwright.distributed.tensor.means import means_of_all_ranks
 from meshwright.errors import LayoutError
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
 from meshwright.plan.given.hidden_argument import first_of, value_of, with_argument, with_first
@@ -155,6 +156,7 @@ def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
         Move.ENTER_LAST: lambda y: moves.enter_last(y, action.parts[0], group),
         Move.LEAVE: lambda y: moves.leave(y, group),
+        Move.SUM: lambda y: moves.sum_both_ways(y, group),
         Move.GATHER_FEATURES: lambda y: moves.gather(y, -1, action.features, group),
         Move.EXCHANGE_FEATURES: lambda y: moves.exchange(y, action.parts, group),
         Move.VOCABULARY: lambda y: _sharded_vocabulary(y, action.features, mesh),
@@ -246,10 +248,15 @@ def _dora_columns(module: nn.Module, action: Compute, group: dist.ProcessGroup) 
     return _dora_rows(module, action, group)
 
 
+def _means(module: nn.Module, action: Compute, group: dist.ProcessGroup) -> Forward:
+    return means_of_all_ranks(module.forward, group)
+
+
 _KERNELS: dict[Kernel, Callable[[nn.Module, Compute, dist.ProcessGroup], Forward]] = {
     Kernel.OWN: _own,
     Kernel.VOCABULARY_ROWS: _vocabulary_rows,
     Kernel.ONE_HEAD: _one_head,
     Kernel.DORA_ROWS: _dora_rows,
     Kernel.DORA_COLUMNS: _dora_columns,
+    Kernel.MEANS: _means,
 }

@@ -1,9 +1,9 @@
 """NemotronH: blocks of four kinds in one list (Mamba-2, attention, MLP, mixture of experts), distinguished by their mixer.
 
 Tensor parallel splits the blocks that are a pair of matrices (MLP blocks, shared experts, routed experts), and the two
-vocabulary matrices. Mamba mixers stay whole: their input projection is five matrices of different widths in one, and their
-gated norm works on groups that a slice would cut. Attention stays whole too: only one block in ten is attention, and it has as
-few as two key/value heads, which would limit `tp` for everything else.
+vocabulary matrices. How heads of Mamba mixers divide is read from their code (:mod:`meshwright.plan.axes.tensor.channels`).
+They stay whole where `tp` does not divide their groups. Attention stays whole too: only one block in ten is attention, and it
+has as few as two key/value heads, which would limit `tp` for everything else.
 """
 
 from dataclasses import replace

@@ -11,6 +11,7 @@ from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
 from meshwright.models.reading.pipeline.cut_trace import trace_stages
 from meshwright.models.reading.router_choices import count_choices
+from meshwright.models.reading.tensor.mixer_parameters import trace_mixer_parameters
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
 from meshwright.plan.given.attentions import Attentions
@@ -41,6 +42,7 @@ class ModelTraces(Traces):
     def __init__(self, model: "PreTrainedModel", experts: Sequence[ExpertsRule] = (), *, counts_runs: bool = True) -> None:
         self.model, self.experts, self.counts_runs = model, experts, counts_runs
         self._mixers: dict[int, Mapping[str, MixerShare]] = {}
+        self._mixer_parameters: dict[int, Mapping[str, tuple[str, ...]]] = {}
         self._found: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def _once(self, question: str, layers: Sequence[str], trace: Callable[..., T]) -> T:
@@ -61,6 +63,12 @@ class ModelTraces(Traces):
         if ranks not in self._mixers:
             self._mixers[ranks] = trace_mixers(self.model, self.experts, self.attentions.states, ranks)
         return self._mixers[ranks]
+
+    def mixer_parameters(self, ranks: int) -> Mapping[str, tuple[str, ...]]:
+        """See :func:`~meshwright.models.reading.tensor.mixer_parameters.trace_mixer_parameters`."""
+        if ranks not in self._mixer_parameters:
+            self._mixer_parameters[ranks] = trace_mixer_parameters(self.model, self.experts, self.mixers(ranks))
+        return self._mixer_parameters[ranks]
 
     @cached_property
     def head(self) -> HeadFacts:

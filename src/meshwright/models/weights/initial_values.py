@@ -9,7 +9,7 @@ Peak memory on a rank: its shards and one whole unit (a layer, or everything out
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -21,7 +21,9 @@ from meshwright.distributed.memory.nf4 import is_packed, quantize, unpacked_like
 from meshwright.distributed.slices import slice_like
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.weights.constructor_values import constructors
 from meshwright.models.weights.packed import Packs
+from meshwright.plan.given.names import holder_of
 
 __all__ = ["derive_seed", "initialize", "initialize_buffers", "keep_slice", "whole_parameters"]
 
@@ -48,7 +50,7 @@ def initialize_buffers(model: nn.Module, device: torch.device) -> None:
             if hasattr(owner, "_init_weights") and any(True for _ in module.buffers(recurse=False)):
                 compat.initialize_module(owner, module)
     read = model.state_dict().keys()
-    _check_written(model, ((name, buffer) for name, buffer in model.named_buffers() if name not in read))
+    _settle(model, {name: buffer for name, buffer in model.named_buffers() if name not in read}, 0)
 
 
 def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = (), part: str = "") -> None:
@@ -78,7 +80,8 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
                 for module, owner in _in_order(unit, _owner(model, name), names, inner - {name}):
                     torch.manual_seed(derive_seed(seed, names[module]))
                     _initialize_module(module, owner, done)
-    _check_written(model, (*root.named_parameters(part), *root.named_buffers(part)))
+    with torch.no_grad(), fork_rng(device):
+        _settle(model, {**dict(root.named_parameters(part)), **dict(root.named_buffers(part))}, seed)
 
 
 def _to_empty(model: nn.Module, device: torch.device) -> None:
@@ -194,9 +197,34 @@ def _poison(tensors: Iterable[torch.Tensor]) -> None:
             local.fill_(low)
 
 
-def _check_written(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _settle(model: nn.Module, tensors: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Give the tensors that no rule of the model has written the values of their constructors.
+
+    Raises:
+        ModelError: names those that have none.
+    """
+    left = _unwritten(tensors)
+    holders = sorted({holder_of(name) for name in left})
+    for holder, construct in (constructors(model, holders) if left else {}).items():
+        torch.manual_seed(derive_seed(seed, holder))
+        made = construct()
+        values = {**made._parameters, **made._buffers}
+        for name in left:
+            value = values.get(name.rpartition(".")[2]) if holder_of(name) == holder else None
+            if value is not None and value.shape == tensors[name].shape:
+                keep_slice(tensors[name], value.detach().to(tensors[name].device, tensors[name].dtype))
+    if left := _unwritten({name: tensors[name] for name in left}):
+        raise ModelError(
+            "model.initial_values",
+            f"{class_name(model)} leaves without an initial value: {', '.join(left)}; its _init_weights (or "
+            "reset_parameters) has to set them",
+        )
+
+
+def _unwritten(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors that nothing has written since they were filled."""
     left = []
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.numel() == 0 or local.dtype == torch.bool:
             continue
@@ -205,9 +233,4 @@ def _check_written(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
                 left.append(name)
         elif bool((local == torch.iinfo(local.dtype).min).all()):
             left.append(name)
-    if left:
-        raise ModelError(
-            "model.initial_values",
-            f"{class_name(model)} leaves without an initial value: {', '.join(left)}; its _init_weights (or "
-            "reset_parameters) has to set them",
-        )
+    return left

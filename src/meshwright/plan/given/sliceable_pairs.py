@@ -17,6 +17,8 @@ class Pair:
         counts: (module, attribute, value) of each attribute that counts what is divided; a rank needs its share.
         beside: names of the parameters that treat each block alike, as a norm of each head does: a rank has a part of their
             gradients.
+        norms: (module, number of means that it takes) of each norm over all features in between: a rank has the entries of its
+            parameters for its features, and the means are those of all ranks.
     """
 
     firsts: tuple[str, ...]
@@ -24,6 +26,7 @@ class Pair:
     blocks: int
     counts: tuple[tuple[str, str, int], ...] = ()
     beside: tuple[str, ...] = ()
+    norms: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,14 @@ class Traces:
         """
         return {}
 
+    def mixer_parameters(self, ranks: int) -> Mapping[str, tuple[str, ...]]:
+        """The parameters that all heads of a mixer use, by name of the mixer; one that is absent: unknown.
+
+        Args:
+            ranks: number of ranks, above 1, over which heads divide.
+        """
+        return {}
+
     @property
     def head(self) -> HeadFacts | None:
         """The output head; ``None``: unknown, so the loss cannot be computed in chunks."""

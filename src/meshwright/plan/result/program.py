@@ -17,6 +17,7 @@ from meshwright.plan.result.context.cache_action import GiveCache
 from meshwright.plan.result.context.count_action import CountPositions
 from meshwright.plan.result.context.heads_action import ShareHeads
 from meshwright.plan.result.cut_action import Cut
+from meshwright.plan.result.mixer_action import MixChannels
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, TensorParallelRow, UnitRow
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Freeze",
     "GiveCache",
     "JoinTwins",
+    "MixChannels",
     "Pack",
     "PartTwins",
     "Prefetch",
@@ -312,7 +314,7 @@ class Compile:
 
 Action = (
     Cut | Slice | Assign | Compute | Dispatch | Attend | ShareHeads | TakeTokensBefore | CountPositions | GiveCache | ChunkLoss
-    | Recompute | Freeze | Pack | PartTwins | Wrap | JoinTwins | Prefetch | Compile
+    | Recompute | Freeze | Pack | PartTwins | Wrap | JoinTwins | Prefetch | Compile | MixChannels
 )  # fmt: skip
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}

@@ -36,6 +36,10 @@ _ALWAYS = ("distributed/context/sequences.py", "distributed/pipeline/stage_parts
 """Paths of files that runs without the axis use too."""
 
 
+_OF_MIXERS = ("models/reading/context/", "plan/given/context/")
+"""Beginnings of the paths of files by which tensor parallel, too, knows how heads of mixers divide."""
+
+
 def files_that_count(concerns: Collection[str], strategy: str) -> Iterator[str]:
     """Yield the paths, in the package, of the files that carry a plan out.
 
@@ -50,7 +54,8 @@ def files_that_count(concerns: Collection[str], strategy: str) -> Iterator[str]:
         if not path.startswith(_COUNTS) or path.startswith(_DOES_NOT_COUNT):
             continue
         needed = [_CONCERNS[part] for part in parts if part in _CONCERNS]
-        if path not in _ALWAYS and any(not set(some) & set(concerns) for some in needed):
+        known = path in _ALWAYS or ("tp" in concerns and path.startswith(_OF_MIXERS))
+        if not known and any(not set(some) & set(concerns) for some in needed):
             continue
         is_family = parts[:2] == ("models", "families") and parts[-1] not in ("family", "listed")
         if is_family and "/".join(parts) != own:

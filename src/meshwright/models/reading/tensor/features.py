@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from meshwright.models.reading.tensor.norms_between import NormsBetween
 from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, tensors_in
 from meshwright.plan.given.sliceable_pairs import Pair
 
@@ -92,6 +93,7 @@ class FeatureTracer(Tracer):
         watched: names of embeddings, to the names of their matrices, of which it is noted whether an operator outside of
             ``owners`` reads them.
         owners: names of the modules that hold such a matrix.
+        norms: names of the modules that may be norms over features, to those of their parameters.
         inputs: what the model is called with.
 
     Attributes:
@@ -107,6 +109,7 @@ class FeatureTracer(Tracer):
         parameters: Mapping[str, bool],
         watched: Mapping[str, str],
         owners: Collection[str],
+        norms: Mapping[str, Collection[str]],
         inputs: Inputs,
     ) -> None:
         super().__init__(inputs)
@@ -118,6 +121,7 @@ class FeatureTracer(Tracer):
         # What has a gradient, to the names of the parameters that alone made it; None: others made it too.
         learned = {name: frozenset({name}) if beside else None for name, beside in parameters.items()}
         self._learned = Labels({inputs.tensors[name]: label for name, label in learned.items()})
+        self._norms = NormsBetween(norms, inputs.tensors)
         self._beside: dict[str, frozenset[str]] = {}  # parameter that treats each block alike, to the layers of the blocks
         self._elsewhere: set[str] = set()  # parameters that do something else, too
         self._blocks: dict[str, int] = {}
@@ -141,13 +145,16 @@ class FeatureTracer(Tracer):
         unfit, found = self._unfit | self._several, []
         for name, sources in self._beside.items():
             unfit |= sources if name in self._elsewhere else frozenset()
+        norms = {taker: self._norms.among(names, {*self._elsewhere, *self._beside}) for taker, names in firsts.items()}
+        unfit |= self._norms.unfit
         taken: set[str] = set()
         for taker, names in firsts.items():
             alone = all(len(self._takers[name]) == 1 and name not in unfit and name not in taken for name in names)
             if alone and taker not in self._several:
                 taken.add(taker)  # it cannot be the first of another pair
                 beside = tuple(sorted(own for own, sources in self._beside.items() if sources & set(names)))
-                found.append(Pair(tuple(sorted(names)), taker, math.gcd(*(self._blocks[name] for name in names)), (), beside))
+                blocks = math.gcd(*(self._blocks[name] for name in names))
+                found.append(Pair(tuple(sorted(names)), taker, blocks, (), beside, norms[taker]))
         return tuple(found)
 
     def repeats(self, other: "FeatureTracer") -> bool:
@@ -157,6 +164,7 @@ class FeatureTracer(Tracer):
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note which features enter a linear layer."""
         self._owners += name in self.owners
+        self._norms.enter(name)
         if name not in self.linear:
             return
         mark = self._marks.get(args[0]) if args else None
@@ -173,6 +181,7 @@ class FeatureTracer(Tracer):
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Mark the features that a linear layer puts out."""
         self._owners -= name in self.owners
+        self._norms.leave(name, tensors_in(output))
         if name in self.linear:
             self._inside -= 1
             self._blocks[name] = output.shape[-1]
@@ -209,6 +218,11 @@ class FeatureTracer(Tracer):
         if self._inside:
             return
         marks = self._marks.among(tensors)
+        with_gradient = [tensor for tensor in tensors if tensor in self._learned]
+        pointwise = torch.Tag.pointwise in operator.function.tags or operator.name in _SAME
+        if self._norms.follow(operator, with_gradient, features=bool(marks), pointwise=pointwise):
+            self.numbers += _numbers(operator.operands)
+            return
         if not marks:
             if len(learned) < len(tensors) or None in learned:  # with something that is no feature
                 self._elsewhere.update(*filter(None, learned))
@@ -219,13 +233,14 @@ class FeatureTracer(Tracer):
             self.numbers += _numbers((operator.kwargs, operator.args[2:]))
             return
         sources = frozenset().union(*(mark.sources for mark in marks))
+        first = self._marks.get(tensors[0])
         found = self._after(operator)
         if found is not None:
             for item in results:
                 self._mark(item, replace(found, sources=sources))
             return
-        self._unfit |= sources
-        first = self._marks.get(tensors[0])
+        if not (first and first.before == 1 and self._norms.takes_mean(operator, sources, first.dim)):
+            self._unfit |= sources
         if operator.name in _COMPUTE_ALONG and first and first.dim in _dims(tensors[0], operator.operands):
             self.mixed.update(dict.fromkeys(first.sources, str(operator.function)))
 
@@ -235,7 +250,7 @@ class FeatureTracer(Tracer):
         first = tensors[0]
         mark, place = self._marks.get(first), self._place(first)
         if torch.Tag.pointwise in operator.function.tags or name in _SAME:
-            return self._pointwise(tensors, results, operands)
+            return self._pointwise(operator)
         if mark is None:
             return None
         if name in _VIEWS:
@@ -267,8 +282,9 @@ class FeatureTracer(Tracer):
         mark = self._marks.get(tensor)
         return (mark.dim, mark.before, tensor.shape[mark.dim]) if mark else None
 
-    def _pointwise(self, tensors: list[torch.Tensor], results: list[torch.Tensor], operands: dict[str, Any]) -> _Mark | None:
+    def _pointwise(self, operator: Operator) -> _Mark | None:
         """Return the mark of the results of an operator that treats each entry alone."""
+        tensors, results = operator.tensors, operator.results
         marks = [(self._marks[tensor], tensor) for tensor in tensors if tensor in self._marks]
         mark, first = marks[0]
         from_end, size = first.ndim - mark.dim, first.shape[mark.dim]
@@ -278,19 +294,24 @@ class FeatureTracer(Tracer):
         for tensor in tensors:
             if tensor in self._marks:
                 continue
+            alone = from_end == mark.before == 1
+            if alone and self._norms.has_each(tensor, operator.module, size, mark.sources):
+                continue
             if tensor.ndim >= from_end and tensor.shape[-from_end] != 1:
                 return None
             if not self._treats_blocks_alike(tensor, mark):
                 return None
             if tensor.numel() == 1 and tensor.device.type == "meta" and tensor not in self._known:
                 return None  # a number that was made of one, perhaps of the number of heads
-        self.numbers += _numbers(operands)
+        self.numbers += _numbers(operator.operands)
         if any(item.ndim < from_end or item.shape[-from_end] != size for item in results):
             return None
         return replace(mark, dim=results[0].ndim - from_end, blocks=math.gcd(*(other.blocks for other, _ in marks)))
 
     def _treats_blocks_alike(self, tensor: torch.Tensor, mark: _Mark) -> bool:
-        """Return whether the gradient of a tensor beside features is zero, or that of parameters, to be summed over ranks."""
+        """Return whether the gradient of a tensor beside features is zero, or is summed over ranks: of parameters, of means."""
+        if self._norms.is_mean(tensor):
+            return True
         parameters = self._learned.get(tensor, frozenset())
         for name in parameters or ():
             self._beside[name] = self._beside.get(name, frozenset()) | mark.sources

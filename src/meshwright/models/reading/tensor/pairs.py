@@ -68,22 +68,41 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     }
     owners = {holder_of(own) for tied in embeddings.values() for own in tied}
     watched = {name: first for name, (first, *_) in embeddings.items()}
-    tracer = partial(FeatureTracer, linear, parameters, watched, owners)
+    norms = {name: own for name, module in modules.items() if (own := _of_norm(name, module, names)) and within(name, layers)}
+    tracer = partial(FeatureTracer, linear, parameters, watched, owners, norms)
     whole, _ = traced(model, experts, tracer)
     if whole is None:
         return Pairs()
-    found = _alike([pair for pair in whole.pairs() if pair.blocks > 1], modules, names)
+    several = (pair for pair in whole.pairs() if pair.blocks > 1)
+    found = _alike([pair for pair in several if not (pair.norms and _is_narrow(pair, linear))], modules, names)
     plain = [pair for pair in found if pair.blocks == _width(linear[pair.second], 1)]
     for pairs, counted in [*((found, counted) for counted in _COUNTED), (plain, _COUNTED[0])]:
         tried = [_with_counts(pair, modules, counted) for pair in pairs]
         counts = ((modules[holder], {name: 2 * value}) for pair in tried for holder, name, value in pair.counts)
         with attributes(counts):
-            tensors = _doubled(whole.inputs.tensors, linear, tried)
+            tensors = _doubled(whole.inputs.tensors, linear, norms, tried)
             trial, _ = traced(model, experts, tracer, (whole.inputs.mask_device,), tensors=tensors)
         expected = {replace(pair, blocks=2 * pair.blocks) for pair in pairs}
         if trial is not None and trial.repeats(whole) and expected <= set(trial.pairs()):
             return Pairs(tuple(tried), whole.mixed, _vocabulary(model, names), tuple(whole.read))
     return Pairs(mixed=whole.mixed, read=tuple(whole.read))
+
+
+def _is_narrow(pair: Pair, linear: Mapping[str, nn.Module]) -> bool:
+    """Return whether a pair has fewer features inside than enter it, as the latents of queries: to sum what it puts out over
+    ranks, beside the means of its norms, costs more than its small matrices.
+    """
+    return _width(linear[pair.second], 1) < min(_width(linear[name], 1) for name in pair.firsts)
+
+
+def _of_norm(name: str, module: nn.Module, names: Mapping[torch.Tensor, Sequence[str]]) -> tuple[str, ...]:
+    """Return the names of the parameters of a module that may be a norm: it has vectors of one size, for itself alone."""
+    own = dict(module.named_parameters())
+    apart = any(True for _ in chain(module.children(), module.buffers()))
+    fits = own and not apart and len({tuple(item.shape) for item in own.values()}) == 1
+    if not fits or any(item.ndim != 1 or len(names[item]) > 1 for item in own.values()):
+        return ()
+    return tuple(f"{name}.{item}" for item in own)
 
 
 def _computes_like_linear(module: nn.Module) -> bool:
@@ -137,7 +156,10 @@ def _with_counts(pair: Pair, modules: Mapping[str, nn.Module], names: re.Pattern
 
 
 def _doubled(
-    tensors: Mapping[str, torch.Tensor], linear: Mapping[str, nn.Module], pairs: Sequence[Pair]
+    tensors: Mapping[str, torch.Tensor],
+    linear: Mapping[str, nn.Module],
+    norms: Mapping[str, Sequence[str]],
+    pairs: Sequence[Pair],
 ) -> dict[str, torch.Tensor]:
     """Return all tensors, with twice the features in those that belong to pairs.
 
@@ -147,7 +169,8 @@ def _doubled(
     for pair in pairs:
         sides = [*((name, 0) for name in pair.firsts), (pair.second, 1)]
         dims = {f"{name}.weight": _dim(linear[name], side) for name, side in sides}
-        for name, dim in (dims | {f"{name}.bias": 0 for name in pair.firsts}).items():
+        vectors = [*(f"{name}.bias" for name in pair.firsts), *(own for norm, _ in pair.norms for own in norms[norm])]
+        for name, dim in (dims | dict.fromkeys(vectors, 0)).items():
             if name in tensors:
                 tensors[name] = torch.cat([tensors[name], tensors[name]], dim)
     return tensors

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from meshwright.errors import Problems
+from meshwright.plan.axes.tensor.channels import shared_mixers
 from meshwright.plan.axes.tensor.style_checks import packs_two
 from meshwright.plan.axes.tensor.styles import FIRST, canonical, styles_of_parameters
 from meshwright.plan.axes.tensor.with_adapters import styles_of_experts
@@ -148,7 +149,10 @@ def _leave_statistics(draft: Draft, assigned: Assignment, given: bool) -> tuple[
     If the user gave the styles, or the module is the root or a layer, this is a problem instead.
     """
     problems, layers = Problems(), draft.matched(draft.spec.layers)
+    mixers = shared_mixers(draft)  # what they do with features is tried
     for name in dict.fromkeys(holder_of(name) for name, style in assigned.modules.items() if style in FIRST):
+        if name in mixers:
+            continue
         statistic = mixes_features(draft.model, name)
         if not statistic:
             continue

@@ -4,21 +4,32 @@ Styles are named as in transformers (`base_model_tp_plan`). They come from the f
 the user, written for the family, declared by the model, or derived from a trace of the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
+from meshwright.plan.axes.tensor.channels import mixer_styles, pairs_beside, shared_mixers, slice_mixers, whole_mixers
 from meshwright.plan.axes.tensor.given_styles import load_styles
 from meshwright.plan.axes.tensor.modules import module_rows
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
 from meshwright.plan.axes.tensor.sliced_model import SlicedModel
-from meshwright.plan.axes.tensor.styles import FIRST, INNER, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
+from meshwright.plan.axes.tensor.style_checks import misfits_of_norms
+from meshwright.plan.axes.tensor.styles import (
+    FIRST,
+    INNER,
+    NORM,
+    PARTIAL,
+    STYLES,
+    styles_of_norms,
+    styles_of_parameters,
+    tp_dim,
+)
 from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
-from meshwright.plan.given.names import generalize, match_names
-from meshwright.plan.given.sliceable_pairs import Pairs
+from meshwright.plan.given.names import generalize, match_names, within
+from meshwright.plan.given.sliceable_pairs import Pair
 from meshwright.plan.given.spec import Structure
 from meshwright.plan.given.traces import RegionFacts
 from meshwright.plan.result.program import Action, Assign, Compute, Slice
@@ -69,9 +80,13 @@ def _carried_out(draft: Draft, chosen: Found["StyleChoice"]) -> Found[TensorPara
             )
     assigned, found = assign_styles(draft, level, styles)
     problems += found
+    if not (draft.problems or problems) and level != "derived":
+        problems += misfits_of_norms(draft.pairs, assigned.modules, tp)
+    normed = {name for pair in draft.pairs.found if pair.norms for name in pair.firsts}
+    mixers = shared_mixers(draft)
     for name, operator in draft.pairs.mixed.items() if not (draft.problems or problems) and level != "derived" else ():
         style = assigned.modules.get(name, "")
-        if style in FIRST:
+        if style in FIRST and name not in normed and not within(name, mixers):
             problems.add(
                 "tp.style.misfit",
                 f"tp={tp}: {name!r} has the style {style}, but {operator} mixes its features, of which a rank has some; "
@@ -119,13 +134,14 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
             cut = tp_dim(parameter.tp_style, parameter.shape)
             assert cut is not None
             yield Slice((parameter.name, *parameter.aliases), "tp", cut, STYLES[parameter.tp_style or ""].pieces)
+    yield from slice_mixers(draft)
     for row in plan.tensor_parallel:
         if row.style == "region" and row.parts:
             yield from _own_heads(draft, row.module, *row.parts)
         if row.style not in INNER:
             yield _compute(draft, row)
     if plan.tp_level == "derived":
-        yield from _own_counts(draft.tensor.pairs, plan)
+        yield from _own_counts(pairs_beside(draft), plan)
 
 
 _KERNELS = {
@@ -133,6 +149,7 @@ _KERNELS = {
     "grouped_colwise": Kernel.ONE_HEAD,
     "dora_rows": Kernel.DORA_ROWS,
     "dora_columns": Kernel.DORA_COLUMNS,
+    NORM: Kernel.MEANS,
 }
 
 
@@ -172,10 +189,10 @@ def _own_heads(draft: Draft, name: str, heads: int, kv_heads: int) -> Iterator[A
     yield Assign(name, tuple(values), ("config",) if module.has_config else ())
 
 
-def _own_counts(pairs: Pairs, plan: ShardingPlan) -> Iterator[Assign]:
+def _own_counts(pairs: Sequence[Pair], plan: ShardingPlan) -> Iterator[Assign]:
     """Give modules that count what derived styles slice the numbers of their rank."""
     sliced, tp = {row.module for row in plan.tensor_parallel}, plan.layout.size("tp")
-    for pair in pairs.found:
+    for pair in pairs:
         for module in dict.fromkeys(module for module, _, _ in pair.counts if pair.second in sliced):
             yield Assign(module, tuple((name, value // tp) for of, name, value in pair.counts if of == module))
 
@@ -193,7 +210,10 @@ def choose_styles(draft: Draft) -> Found[StyleChoice]:
     level, styles, passed_over = _first_level(draft)
     if not level:
         text = "; ".join(f"{name}: {why}" for name, why in passed_over)
-        problem = Refusal("tp.no_styles", f"tp: there are no styles; {text}; the legal value of tp is 1")
+        _, legal = whole_mixers(draft)
+        values = "legal value of tp is 1" if len(legal) < 2 else f"legal values of tp are {', '.join(map(str, legal))}"
+        code = "tp.no_styles" if len(legal) < 2 else "tp.heads"
+        problem = Refusal(code, f"tp: there are no styles; {text}; the {values}")
         return Found(("", {}, []), [problem])
     if level == "given":
         return Found((level, styles, passed_over))
@@ -201,7 +221,8 @@ def choose_styles(draft: Draft) -> Found[StyleChoice]:
 
 
 def _with_norms(draft: Draft, level: str, styles: Mapping[str, str], passed_over: list[tuple[str, str]]) -> "StyleChoice":
-    """Return a choice with the styles of norms of heads that it leaves out."""
+    """Return a choice with the styles of norms that it leaves out, and of mixers, none of whose matrices it names."""
+    styles = {**styles, **_patterns(draft, mixer_styles(draft))}
     named: dict[str, str] = {}
     for pattern, style in styles.items():
         for name in match_names(pattern, draft.model.modules):
@@ -213,7 +234,8 @@ def _with_norms(draft: Draft, level: str, styles: Mapping[str, str], passed_over
 def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:
     """Return patterns of names instead of names, if they match the same."""
     patterns = {generalize(name): style for name, style in styles.items()}
-    matched = ((name, style) for item, style in patterns.items() for name in match_names(item, draft.model.modules))
+    names = (*draft.model.modules, *draft.model.parameter_of)
+    matched = ((name, style) for item, style in patterns.items() for name in match_names(item, names))
     return patterns if all(styles.get(name) == style for name, style in matched) else styles
 
 
@@ -237,6 +259,8 @@ def _first_level(draft: Draft) -> StyleChoice:
     untraced = "the model is not traced (traces of its ParallelSpec)"
     unpaired = "no linear layer puts out features that enter another one without being mixed"
     passed_over.append(("derived", untraced if draft.traced_pairs is None else unpaired))
+    if why := whole_mixers(draft)[0]:
+        passed_over.append(("derived", why))
     return "", {}, passed_over
 
 
@@ -264,13 +288,14 @@ def _summed(draft: Draft, styles: Mapping[str, str]) -> dict[str, str]:
 def _derived(draft: Draft) -> dict[str, str]:
     """Return the styles of the pairs that a trace of the model found; the rest of a layer is computed whole by each rank."""
     styles: dict[str, str] = {}
-    pairs = draft.pairs
-    for pair in pairs.found:
+    for pair in pairs_beside(draft):
         if pair.blocks % draft.layout.size("tp") == 0:
             form = "_transposed" if draft.model.modules[pair.second].transposed else ""
             styles |= {**dict.fromkeys(pair.firsts, f"colwise{form}"), pair.second: f"rowwise{form}"}
+            styles |= {name: NORM for name, _ in pair.norms}
+    styles |= mixer_styles(draft)  # they alone are enough
     if styles:  # the vocabulary alone would not be worth it
-        styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
+        styles |= dict(zip(draft.pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     return _patterns(draft, styles)
 
 

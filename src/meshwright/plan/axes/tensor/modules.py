@@ -23,11 +23,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwright.errors import Problems, Refusal, coded
+from meshwright.plan.axes.tensor.channels import mixer_rows, packed_sizes, shared_mixers
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.sliced_model import SlicedModel
 from meshwright.plan.axes.tensor.spans_of_layers import misfits, rows_of_span
 from meshwright.plan.axes.tensor.style_checks import slices_nobody_computes, style_problems
-from meshwright.plan.axes.tensor.styles import DERIVED, HEAD, PARTIAL, STYLES
+from meshwright.plan.axes.tensor.styles import DERIVED, HEAD, NORM, PARTIAL, STYLES
 from meshwright.plan.axes.tensor.with_adapters import adapted_rows, small_of_experts, styles_of_experts
 from meshwright.plan.given.names import holder_of, match_names, within
 from meshwright.plan.result.sharding_plan import TensorParallelRow
@@ -52,11 +53,19 @@ def module_rows(model: SlicedModel, *, traced: bool) -> tuple[Rows, dict[str, st
     if problems := Problems([*(_sequence_problems(model) if model.sequence else ()), *_head_problems(model)]):
         return {}, {}, problems
     if not traced:
-        checked = styles.modules, styles.parameters, styles.declared, facts.adapters
+        mixers = shared_mixers(model.draft)  # they have been tried
+        named, own, declared = (
+            {name: style for name, style in known.items() if not within(name, mixers)}
+            for known in (styles.modules, styles.parameters, styles.declared)
+        )
+        checked = named, own, declared, facts.adapters
         problems += style_problems(facts, model.layers, model.structure.head, *checked)
     if problems:
         return {}, {}, problems
     rows, problems = _region_rows(model)
+    for row in mixer_rows(model.draft):
+        around = rows.get(row.module, row)
+        rows[row.module] = replace(around, sums=tuple(dict.fromkeys((*around.sums, *row.sums))))
     parameter_styles: dict[str, str] = {}
     for name, style in styles.modules.items():
         sliced_anyway = style == "local_params" and name in rows  # a region computes with its slices
@@ -200,7 +209,11 @@ def _parts(model: SlicedModel, name: str, style: str) -> tuple[tuple[int, ...], 
     """Return the sizes into which a move or a kernel splits a tensor of a module with a style."""
     if style == "grouped_colwise":
         return (model.draft.model.sizes.kv_heads or 1,), Problems()
+    if style == NORM:
+        return tuple(means for pair in model.draft.pairs.found for norm, means in pair.norms if norm == name), Problems()
     if style == "fused_colwise":
+        if sizes := packed_sizes(model.draft, name):
+            return sizes, Problems()
         for pattern, parts in model.structure.fused.items():
             if match_names(pattern, [name]):
                 return parts, Problems()

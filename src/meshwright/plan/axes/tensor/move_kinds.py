@@ -29,6 +29,9 @@ class Move(StrEnum):
     LEAVE = "leave"
     """Forward: partial sums are all-reduced. Backward: no change, because the gradient is whole. g of Megatron-LM."""
 
+    SUM = "sum"
+    """Forward and backward: partial sums are all-reduced. LEAVE and then ENTER, where each rank computes a part with a sum."""
+
     GATHER_FEATURES = "gather_features"
     """Forward: slices of the last dimension are all-gathered. Backward: each rank keeps its slice of the gradient, which is
     whole."""
@@ -82,6 +85,9 @@ class Kernel(StrEnum):
 
     DORA_COLUMNS = "dora_columns"
     """The same: this rank has some columns, so squares of the norms of rows are summed over the axis."""
+
+    MEANS = "means"
+    """The module's own forward, in which each mean over the last dimension is that of the slices of all ranks."""
 
 
 class Bias(StrEnum):

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.plan.axes.tensor.assignment import Assignment
+from meshwright.plan.axes.tensor.channels import shared_mixers
 from meshwright.plan.axes.tensor.spans_of_layers import kind_of_span
-from meshwright.plan.axes.tensor.styles import FIRST, HEAD, SECOND
+from meshwright.plan.axes.tensor.styles import FIRST, HEAD, ON_SLICES, SECOND
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.names import inside, within
 from meshwright.plan.given.spec import Structure
@@ -111,6 +112,8 @@ class SlicedModel:
 
     def _kind(self, region: str) -> str:
         inner = self.draft.model.inside(region)
+        if any(within(name, [region]) for name in shared_mixers(self.draft)):
+            return "whole"
         styled = {name: self.styles.modules[name] for name in inner if name in self.styles.modules}
         styles = set(styled.values())
         if self.traced is not None and (
@@ -119,7 +122,7 @@ class SlicedModel:
             return "whole"  # a trace does not show that all that is beside the experts is a partial sum too
         if "moe_tp_experts" in styles:
             return "partial"
-        plain = styles <= FIRST | SECOND | {"replicated_with_grad_allreduce"}
+        plain = styles <= ON_SLICES
         unsliced = any(self.own(name) and not within(name, styled) for name in inner)
         unsliced = unsliced or any(f"{region}.{own}" not in self.styles.parameters for own in self.own(region))
         return "split" if plain and styles & FIRST and styles & SECOND and not unsliced else "whole"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from meshwright.errors import Refusal
 from meshwright.plan.axes.tensor.move_kinds import Move
-from meshwright.plan.axes.tensor.styles import FIRST, SECOND, SPAN
+from meshwright.plan.axes.tensor.styles import FIRST, ON_SLICES, SECOND, SPAN
 from meshwright.plan.given.names import holder_of, inside, within
 from meshwright.plan.given.traces import Span
 from meshwright.plan.result.sharding_plan import TensorParallelRow
@@ -23,7 +23,7 @@ def kind_of_span(span: Span, styles: Mapping[str, str]) -> str:
     if not styled:
         return "whole"
     complete = all(within(holder, styles) for holder in holders) and styles.get(span.exit) in SECOND
-    return "split" if complete and styled & FIRST and styled <= FIRST | SECOND | {"replicated_with_grad_allreduce"} else ""
+    return "split" if complete and styled & FIRST and styled <= ON_SLICES else ""
 
 
 def misfits(spans: Mapping[Span, str], styles: Mapping[str, str]) -> Iterable[Refusal]:

@@ -12,14 +12,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.errors import Refusal
-from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, SECOND, STYLES, canonical, tp_dim
+from meshwright.layout import divisors
+from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, NORM, SECOND, STYLES, canonical, tp_dim
 from meshwright.plan.axes.tensor.with_adapters import small_of_experts
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
 from meshwright.plan.given.names import generalize, holder_of, inside, within
+from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.sliced_code import counts_heads
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
-__all__ = ["packs_two", "slices_nobody_computes", "style_problems"]
+__all__ = ["misfits_of_norms", "packs_two", "slices_nobody_computes", "style_problems"]
 
 _PACKED = {"packed_colwise", "fused_colwise"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -111,6 +113,33 @@ def style_problems(
                 "tp.style.misfit",
                 f"{parameter.name!r} has the style {given_style}, but the model declares {model_style}, because its output "
                 f"is split into parts; the legal style is {model_style}",
+            )
+
+
+def misfits_of_norms(pairs: Pairs, styles: Mapping[str, str], tp: int) -> Iterator[Refusal]:
+    """Yield a problem for each norm over features that is sliced and the features are not, or the other way round."""
+    known: dict[str, bool] = {}
+    for pair in pairs.found:
+        for name, _ in pair.norms:
+            known[name] = all(styles.get(first) in FIRST for first in pair.firsts)
+            if known[name] and pair.blocks % tp:
+                yield Refusal(
+                    "tp.entries",
+                    f"tp={tp}: {name!r} takes means over slices of {pair.blocks} features or heads, which tp must divide; "
+                    f"legal are {', '.join(map(str, divisors(pair.blocks)))}",
+                )
+            elif known[name] and styles.get(name) != NORM:
+                yield Refusal(
+                    "tp.style.misfit",
+                    f"{name!r} has the style {styles.get(name, 'none')}, but takes means over the features of "
+                    f"{pair.firsts[0]!r}, of which a rank has some; the legal style is {NORM}",
+                )
+    for name, style in styles.items():
+        if style == NORM and not known.get(name):
+            yield Refusal(
+                "tp.style.misfit",
+                f"{name!r} has the style {style}, but a trace does not show that all it does with the features of "
+                "all ranks, of matrices that are sliced, is to take means; the legal style is replicate",
             )
 
 

@@ -10,10 +10,13 @@ from meshwright.plan.given.names import holder_of, match_names
 from meshwright.plan.given.sliceable_pairs import Pair
 
 __all__ = [
+    "CHANNELS",
     "DERIVED",
     "FIRST",
     "HEAD",
     "INNER",
+    "NORM",
+    "ON_SLICES",
     "PARTIAL",
     "SECOND",
     "SPAN",
@@ -31,8 +34,8 @@ class Style(NamedTuple):
     """What a style does where no region overrides it.
 
     Attributes:
-        dim: dimension of the weight that is sliced; ``None``: each rank stores it whole. A bias, which has one dimension, is
-            sliced if the style slices rows.
+        dim: dimension of the weight that is sliced, from its end; ``None``: each rank stores it whole. A bias, which has one
+            dimension, is sliced if the style slices rows. 0: the first dimension of whatever it has.
         entry: move of the input.
         exit: move of the output.
         pieces: number of matrices that are concatenated in the weight (gate and up); each of them is sliced.
@@ -65,6 +68,9 @@ STYLES: dict[str, Style] = {
     "local_params": Style(None),
     "replicated_with_grad_allreduce": Style(None),
     "moe_tp_experts": Style(None, Move.ENTER, Move.LEAVE),
+    "norm_of_features": Style(-2),
+    "rowwise_within": Style(-1, exit=Move.SUM),
+    "channels": Style(0),
     "replicate": Style(None),
 }
 """The tensor parallel styles that are carried out."""
@@ -82,6 +88,12 @@ FIRST = {"colwise", "colwise_transposed", "packed_colwise", "fused_colwise", "gr
 SECOND = {"rowwise", "rowwise_transposed"}
 """Styles that end such a region."""
 
+NORM = "norm_of_features"
+"""Style of a norm over features that are sliced: its means are those of all ranks."""
+
+ON_SLICES = {*FIRST, *SECOND, NORM, "replicated_with_grad_allreduce"}
+"""Styles that all that has parameters in a region has, if the region is split."""
+
 PARTIAL = {*SECOND, "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
 """Styles whose output is a partial sum on each rank."""
 
@@ -89,7 +101,10 @@ SPAN = {"span": "on_parts", "whole_span": "on_whole"}
 """Styles of the modules where a span begins and ends that have no slices of their own, to those of the modules in it: the ranks
 have slices of features and partial sums in a ``span``, and the same in a ``whole_span``."""
 
-INNER = set(SPAN.values())
+CHANNELS = "channels"
+"""Style of what a mixer has for each of its channels, or heads."""
+
+INNER = {*SPAN.values(), CHANNELS}
 """Styles of modules that compute as they are; they tell what a rank has there."""
 
 HEAD = {"colwise", "colwise_gather_output", "colwise_rep"}
@@ -101,7 +116,7 @@ def tp_dim(style: str | None, shape: Sequence[int]) -> int | None:
     dim = STYLES[style].dim if style in STYLES else None
     if dim is None:
         return None
-    if len(shape) == 1:
+    if len(shape) == 1 and dim:
         return 0 if (dim == -2) != STYLES[style or ""].transposed else None
     return dim % len(shape)
 
@@ -138,14 +153,15 @@ def styles_of_parameters(
 
 
 def styles_of_norms(pairs: Iterable[Pair], styles: Mapping[str, str], model: Inspection) -> dict[str, str]:
-    """Return the style of each norm of heads that has none, in regions whose matrices are sliced, by name of the module.
+    """Return the style of each norm that has none, in regions whose matrices are sliced, by name of the module.
 
-    Some models leave them out, because they have them only under some of their settings. A trace shows that such a norm treats
-    each head alike, so that each rank has a part of its gradient.
+    Some models leave out norms of heads, because they have them only under some of their settings. A trace shows that such a
+    norm treats each head alike, so that each rank has a part of its gradient; or that it takes means over all features.
     """
-    found = {}
+    found: dict[str, str] = {}
     for pair in pairs:
         if all(styles.get(name) in FIRST for name in pair.firsts):
+            found |= {name: NORM for name, _ in pair.norms if name not in styles}
             for name in dict.fromkeys(map(holder_of, pair.beside)):
                 own = {f"{name}.{item}" for item in model.modules[name].parameters}
                 if name not in styles and own <= set(pair.beside):

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.axes.tensor.styles import NORM
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 
 __all__ = ["MOVED", "tensor_parallel_bytes", "tensor_parallel_counts"]
@@ -11,6 +12,7 @@ MOVED = {
     Move.ENTER: (None, "all_reduce"),
     Move.ENTER_LAST: (None, "all_reduce"),
     Move.LEAVE: ("all_reduce", None),
+    Move.SUM: ("all_reduce", "all_reduce"),
     Move.GATHER_FEATURES: ("all_gather", None),
     Move.SPLIT_FEATURES: (None, "all_gather"),
     Move.EXCHANGE_FEATURES: ("all_to_all", "all_to_all"),
@@ -43,6 +45,7 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
             counts[backward or ""] += times * backwards
         counts["all_gather"] += forwards if row.entry is Move.GATHER_TOKENS else 0  # the numbers of the chosen experts
         counts["all_reduce"] += forwards if row.style == "dora_columns" else 0  # the norms of rows
+        counts["all_reduce"] += (forwards + backwards) * sum(row.parts) if row.style == NORM else 0  # its means
         counts["all_reduce"] += chunks * (len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0))
     return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if kind and count})
 
@@ -77,6 +80,8 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
             sizes["all_reduce"] += chunks * summed.numel * compute if summed is not None else 0
             if summed is not None and row.style == "dora_columns":
                 sizes["all_reduce"] += runs[0] * summed.numel * max(compute, itemsize("float32"))
+        if row.style == NORM:  # a number of each token; norms compute in float32
+            sizes["all_reduce"] += sum(runs) * sum(row.parts) * tokens * max(compute, itemsize("float32"))
         if row.exit is Move.VOCABULARY:
             sizes["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
     return sizes

@@ -1,0 +1,94 @@
+"""How the ranks of `tp` share mixers: where each parameter is, what is sent, and why some mixers stay whole."""
+
+from collections import Counter
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from meshwright.errors import PlanError
+from meshwright.layout import Layout
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
+from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.resolver import resolve
+from meshwright.plan.result.program import MixChannels
+from meshwright.plan.result.sharding_plan import ShardingPlan
+
+MAMBA_2 = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8}
+
+
+def made(kind: str, **sizes: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        config = AutoConfig.for_model(kind, vocab_size=29, hidden_size=32, num_hidden_layers=2, **sizes)
+        model = AutoModelForCausalLM.from_config(config)
+    model.config.use_cache = False
+    return model
+
+
+def planned(model: PreTrainedModel, tp: int = 2, **sizes: int) -> ShardingPlan:
+    return resolve(spec_of(model), model, Layout(tp=tp, dp_shard=1, **sizes), ParallelOptions(param_dtype=None))
+
+
+def of_mixer(plan: ShardingPlan) -> dict[str, tuple[str | None, int]]:
+    """Style of each parameter of the second layer's mixer, and its numbers on a rank."""
+    begin = "backbone.layers.1.mixer."
+    rows = [row for row in plan.parameters if row.name.startswith(begin)]
+    return {row.name.removeprefix(begin): (row.tp_style, prod(row.local_shape)) for row in rows}
+
+
+def test_channels_of_mamba_1() -> None:
+    plan = planned(made("mamba", state_size=4))
+    assert of_mixer(plan) == {
+        "A_log": ("channels", 32 * 4),
+        "D": ("channels", 32),
+        "conv1d.weight": ("channels", 32 * 4),
+        "conv1d.bias": ("channels", 32),
+        "in_proj.weight": ("packed_colwise", 2 * 32 * 32),
+        "x_proj.weight": ("rowwise_within", (2 + 8) * 32),
+        "dt_proj.weight": ("channels", 32 * 2),
+        "dt_proj.bias": ("channels", 32),
+        "out_proj.weight": ("rowwise", 32 * 32),
+    }
+    # Of each of two mixers, Mamba-1 sums twice for x_proj, and Mamba-2 for two gradients of a convolution.
+    assert tensor_parallel_counts(plan) == tensor_parallel_counts(planned(made("mamba2", **MAMBA_2))) - Counter(all_to_all=4)
+
+
+def test_heads_of_mamba_2() -> None:
+    plan = planned(made("mamba2", **MAMBA_2))
+    assert of_mixer(plan) == {
+        "A_log": ("channels", 2),
+        "D": ("channels", 2),
+        "dt_bias": ("channels", 2),
+        "conv1d.weight": ("replicated_with_grad_allreduce", (64 + 16 + 16) * 4),  # x, B and C have other sizes
+        "conv1d.bias": ("replicated_with_grad_allreduce", 64 + 16 + 16),
+        "in_proj.weight": ("fused_colwise", (64 + 64 + 16 + 16 + 4) // 2 * 32),
+        "norm.weight": ("channels", 32),
+        "out_proj.weight": ("rowwise", 32 * 32),
+    }
+    rows = {row.module: row for row in plan.tensor_parallel}
+    assert rows["backbone.layers.1.mixer"].sums == ("conv1d.weight", "conv1d.bias")
+    assert rows["backbone.layers.1.mixer.in_proj"].parts == (64, 64, 16, 16, 4)
+    actions = [action for action in plan.program if isinstance(action, MixChannels)]
+    assert [action.module for action in actions] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
+    assert dict(actions[0].values) == {"intermediate_size": 32, "conv_dim": 48, "num_heads": 2, "n_groups": 1}
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp", "layout", "why", "legal"),
+    [
+        ({}, 4, {}, "it has fewer groups of them than ranks", "the legal values of tp are 1, 2"),
+        ({"n_groups": 1}, 2, {}, "it has fewer groups of them than ranks", "the legal value of tp is 1"),
+        ({}, 2, {"cp": 2}, "cp divides its heads", "the legal value of tp is 1"),
+    ],
+)
+def test_mixers_that_ranks_cannot_share_say_why(
+    sizes: dict[str, int], tp: int, layout: dict[str, int], why: str, legal: str
+) -> None:
+    with pytest.raises(PlanError, match=why) as raised:
+        planned(made("mamba2", **{**MAMBA_2, **sizes}), tp, **layout)
+    assert legal in str(raised.value)
+    assert set(raised.value.codes) <= {"tp.heads", "tp.no_styles"}
