@@ -95,8 +95,7 @@ class Bounds:
         least = computed
         if pp > 1 and self._trained:
             # A run lasts as long as one of even stages at the least, and as the turns of the rank with the most work.
-            longer = 1 / (1 - ROUNDED * self._idle(branch, values))
-            least = longer * work + max(1.0, longer * even) * exchanged
+            least = max(computed, (work + even * exchanged) / (1 - ROUNDED * self._idle(branch, values)))
         if slices is None:
             return least
         called = self._units_seconds(branch, slices, values, share)
@@ -189,7 +188,7 @@ class Bounds:
             unsharded += (
                 stages * slices.layer if sync is not SyncPolicy.DEFER and (pp > 1 or layout.size("dp_shard_cp") > 1) else 0
             )
-            first = float(slices.layer_gradients) if pp > 1 else 0.0
+            first = float(slices.unit_gradients) if pp > 1 else 0.0
         mode, none = values.get(MODE, parallel.activation_checkpointing), ActivationCheckpointing.NONE
         kept, all_kept = (self.numbers.kept(branch, values, one) for one in (mode, none))
         # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more.

@@ -52,7 +52,7 @@ class Slices:
         gathered: bytes of all parameters in the dtype of compute, as they are gathered.
         reduced: bytes of all gradients before they are reduced.
         layer: gathered bytes of the layer that has the fewest.
-        layer_gradients: bytes of the unreduced gradients of the layer that has the fewest.
+        unit_gradients: bytes of unreduced gradients of a unit: of the layer whose largest unit has the fewest.
         units: the collectives over data ranks, by the kind of units and whether they are in layers.
     """
 
@@ -64,7 +64,7 @@ class Slices:
     gathered: int
     reduced: int
     layer: int
-    layer_gradients: int
+    unit_gradients: int
     units: Mapping[tuple[str, bool], "Units"]
 
 
@@ -155,7 +155,6 @@ class Numbers:
         layers = [
             [unit for unit in turn if not unit.part_of] for turn in layer_groups(plan).turns if turn[0].name in plan.layers
         ]
-        trained = [[row for unit in turn for row in plan.rows(unit) if row.trainable] for turn in layers]
         return Slices(
             traffic=tuple(
                 (item.axis, item.kind, float(item.calls), float(item.size))
@@ -169,7 +168,7 @@ class Numbers:
             gathered=sum(row.gathered_bytes for row in plan.parameters),
             reduced=sum(row.reduced_bytes for row in plan.parameters),
             layer=min((sum(unit_bytes(plan, unit)[0] for unit in turn) for turn in layers), default=0),
-            layer_gradients=min((sum(row.gathered_bytes for row in rows) for rows in trained), default=0),
+            unit_gradients=min((max(unit_bytes(plan, unit)[1] for unit in turn) for turn in layers), default=0),
             units=_units_of(plan),
         )
 

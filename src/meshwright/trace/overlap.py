@@ -199,7 +199,7 @@ def pipeline_times(plan: ShardingPlan, rank: int, stages: Sequence[float], price
     messages, size = pipeline_messages(plan, rank)
     if not messages or size is None:
         return PipelineTimes(alone, 0.0, bubble, 0.0)
-    message = price("pp", "send", size // messages) / runs
+    message = price("pp", "send", size // messages)
     run = replay_of_plan(plan, seconds=stages, message=message)
     return PipelineTimes(run, message, bubble, (run.length - alone.length) * runs)
 

@@ -13,6 +13,8 @@ from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.mesh import build_mesh
 from meshwright.errors import ModelError
 from meshwright.layout import Layout
+from meshwright.models.model_config import ModelConfig
+from meshwright.models.weights.build import build_on_meta, pretrained_config
 from meshwright.models.weights.initial_values import derive_seed, initialize, initialize_buffers
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
@@ -138,6 +140,18 @@ def test_buffers_alone_get_their_values_and_nothing_is_drawn(family: str) -> Non
         assert torch.equal(mine, expected), name
     if model.config.tie_word_embeddings:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_evaluation_does_not_scale_weights() -> None:
+    """RWKV divides some by powers of 2 then, until the next step: a checkpoint between the two would have these."""
+    model_config = ModelConfig(config={"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2, "rescale_every": 1})
+    model = build_on_meta(model_config, pretrained_config(model_config, {"vocab_size": 29}))
+    initialize(model, CPU, 0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    logits = [model.train(training)(torch.arange(6)[None]).logits for training in (True, False, True)]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.allclose(logits[0], logits[1], atol=1e-5)
+    assert torch.equal(logits[0], logits[2])
 
 
 def test_what_only_a_constructor_sets_is_what_it_sets() -> None:

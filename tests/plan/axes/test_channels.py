@@ -10,8 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.models.reading.context.mixer_calls import MixerCalls
+from meshwright.models.reading.context.mixers_of_model import DRAWS
+from meshwright.models.reading.tensor.mixer_parameters import _differentiated
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
+from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import MixChannels
@@ -80,7 +84,7 @@ def test_heads_of_mamba_2() -> None:
 @pytest.mark.parametrize(
     ("sizes", "tp", "layout", "why", "legal"),
     [
-        ({}, 4, {}, "it has fewer groups of them than ranks", "the legal values of tp are 1, 2"),
+        ({}, 4, {}, "it has fewer groups of them than ranks", "the legal values of tp up to 16 are 1, 2"),
         ({"n_groups": 1}, 2, {}, "it has fewer groups of them than ranks", "the legal value of tp is 1"),
         ({}, 2, {"cp": 2}, "cp divides its heads", "the legal value of tp is 1"),
     ],
@@ -92,3 +96,37 @@ def test_mixers_that_ranks_cannot_share_say_why(
         planned(made("mamba2", **{**MAMBA_2, **sizes}), tp, **layout)
     assert legal in str(raised.value)
     assert set(raised.value.codes) <= {"tp.heads", "tp.no_styles"}
+
+
+def test_the_plan_says_why_mixers_stay_whole_beside_slices() -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64, "attn_layer_indices": [1]}
+    mixers = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+    plan = planned(made("bamba", **sizes, **mixers))
+    (why,) = [why for name, why in plan.tp_passed_over if name.endswith("mamba")]
+    assert why.startswith("whole on each rank: the heads of several ranks need the same features")
+    assert not [row for row in plan.tensor_parallel if row.module.endswith("mamba")]
+
+
+class LateMixer(torch.nn.Module):
+    """A mixer, one of whose parameters matters for negative values only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.exit = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        self.scale, self.low = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return states of two heads."""
+        heads = self.entry(hidden).unflatten(-1, (2, 4))
+        states = (heads * self.scale + torch.relu(-self.low)).cumsum(1)
+        output: torch.Tensor = self.exit(states.flatten(-2))
+        return output
+
+
+def test_parameters_of_all_heads_are_found_in_several_draws() -> None:
+    share = MixerShare("mixer", hidden=(0, "hidden"), openings=(("entry", ((8, 1),)),), closing="exit", features=(8,))
+    call = ((torch.zeros(1, 6, 8),), {})
+    mixer = LateMixer()
+    draws = [MixerCalls(mixer, "mixer", share.hidden, *call, lowest) for lowest in DRAWS]
+    assert _differentiated(draws, share) == ("low", "scale")
+    assert _differentiated(draws[:1], share) is None  # nothing depends on one of them in the first draw

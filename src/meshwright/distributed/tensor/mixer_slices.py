@@ -4,7 +4,7 @@ Its matrices have forwards of their own (:mod:`meshwright.distributed.tensor.sli
 modules in it that it does not call, such as the weight of a convolution. While it runs, these are the rank's parts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any
@@ -93,11 +93,11 @@ def _place(mixer: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 @contextmanager
 def _replaced(held: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
     """Inside, a dict has other values; at the end those that it had."""
-    before: Sequence[tuple[str, Any]] = [(name, held[name]) for name in values if name in held]
+    before = {name: held[name] for name in values if name in held}
     held.update(values)
     try:
         yield
     finally:
-        for name in values:
+        held.update(before)  # in their places: their order is that of parameters
+        for name in values.keys() - before.keys():
             del held[name]
-        held.update(before)

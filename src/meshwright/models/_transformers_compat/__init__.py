@@ -37,6 +37,7 @@ __all__ = [
     "initialized_flag",
     "is_experts",
     "keep_in_fp32",
+    "keep_scale",
     "let_positions_answer",
     "load_sharded",
     "mask_function",
@@ -159,6 +160,20 @@ def embedding_and_head(model: "PreTrainedModel") -> "tuple[nn.Module | None, nn.
         except (AttributeError, NotImplementedError):
             found.append(None)
     return found[0], found[1]
+
+
+def keep_scale(model: "PreTrainedModel") -> None:
+    """Let no forward scale weights in place, as RWKV does in evaluation, until the next forward in training.
+
+    A checkpoint between the two would have other weights. Scaled or not, a forward computes the same but for overflow in fp16.
+    """
+    for module in model.modules():
+        if hasattr(module, "layers_are_rescaled"):
+            vars(module)["_rescale_layers"] = _leave_scale
+
+
+def _leave_scale() -> None:
+    """Stand for a method that scales weights."""
 
 
 def keep_in_fp32(model: "PreTrainedModel") -> None:

@@ -191,6 +191,7 @@ def build_on_meta(
     import torch
 
     from meshwright.models import _transformers_compat
+    from meshwright.models.adapters.adapt import adapt
     from meshwright.models.families.listed import family_named
 
     _transformers_compat.check()
@@ -214,12 +215,11 @@ def build_on_meta(
     model = heads.with_outputs_of_tokens(model) if config.head else model
     model.config.use_cache = False  # training never reads the key/value cache
     _transformers_compat.keep_in_fp32(model)
+    _transformers_compat.keep_scale(model)
     if config.dtype == "float64":  # an audit computes in it; some constructors store fp32, whatever the config says
         for parameter in model.parameters():
             parameter.data = parameter.data.double()
     if adapter is not None:
-        from meshwright.models.adapters.adapt import adapt
-
         adapt(model, adapter, param_dtype)
     return model
 

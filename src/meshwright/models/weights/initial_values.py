@@ -206,8 +206,9 @@ def _settle(model: nn.Module, tensors: Mapping[str, torch.Tensor], seed: int) ->
     left = _unwritten(tensors)
     holders = sorted({holder_of(name) for name in left})
     for holder, construct in (constructors(model, holders) if left else {}).items():
-        torch.manual_seed(derive_seed(seed, holder))
-        made = construct()
+        with fork_rng(torch.device("cpu")):
+            torch.manual_seed(derive_seed(seed, holder))
+            made = construct()
         values = {**made._parameters, **made._buffers}
         for name in left:
             value = values.get(name.rpartition(".")[2]) if holder_of(name) == holder else None

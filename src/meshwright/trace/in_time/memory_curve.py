@@ -7,7 +7,7 @@ first begins without gradients. So the highest point is the peak of the forecast
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.plan.axes.pipeline.held_turns import held_turns
+from meshwright.plan.axes.pipeline.held_turns import HeldTurn, held_turns
 from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
@@ -117,9 +117,14 @@ def _at(known: Mapping[int, Mapping[str, int]], place: int) -> Mapping[str, int]
 
 def _of_stages(held: StageMemory, rank: RankTimeline, timeline: StepTimeline) -> list[MemoryPoint]:
     points, words = [MemoryPoint(0.0, "begin", held.idle)], {Phase.FORWARD: "forward", Phase.BACKWARD: "backward"}
-    spans = [span for span in rank.spans if span.microbatch is not None]
-    turns = held_turns([ScheduledOp(span.phase, span.stage, span.microbatch) for span in spans])
-    for span, turn in zip(spans, turns, strict=True):
+    runs = held.plan.options.runs_per_step
+    each = held.plan.options.microbatches // runs
+    turns: list[HeldTurn] = []
+    for run in range(runs):
+        own = [span for span in rank.spans if span.microbatch // each == run]
+        ops = [ScheduledOp(span.phase, span.stage, span.microbatch) for span in own]
+        turns += held_turns(ops, first=run == 0, final=run == runs - 1)
+    for span, turn in zip(rank.spans, turns, strict=True):
         moment, parts = f"{words.get(span.phase, 'backward')} of microbatch {span.microbatch + 1}", held.at(turn)
         points += [MemoryPoint(span.begin, moment, parts), MemoryPoint(span.end, moment, parts)]
     update = [MemoryPoint(time, UPDATE, held.update) for time in (timeline.end, timeline.seconds)]

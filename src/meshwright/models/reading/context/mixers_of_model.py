@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["trace_mixers"]
 
-_DRAWS = (0.1, -0.5)
+DRAWS = (0.1, -0.5)
 """The smallest value of each draw: all positive, and of both signs."""
 _DTYPES = (torch.float64, torch.float32)
 _PLACE = ("layer_idx", "layer_id", "layer_index")
@@ -108,7 +108,7 @@ def _share(model: "PreTrainedModel", name: str, movers: Sequence[str], tracer: _
 
     def divided(dtype: torch.dtype, buffers: Mapping[str, torch.Tensor]) -> MixerShare:
         call, positions = tracer.calls[name][0], tracer.inputs.positions
-        draws = [MixerCalls(module, name, hidden, *call, lowest, dtype, positions, inner, buffers) for lowest in _DRAWS]
+        draws = [MixerCalls(module, name, hidden, *call, lowest, dtype, positions, inner, buffers) for lowest in DRAWS]
         return replace(divide(draws, ranks), shifts=shifted)
 
     problems = []
@@ -131,7 +131,7 @@ def _before(model: "PreTrainedModel", name: str, tracer: _CallTracer) -> tuple[i
         return 0, 0
     hidden = hidden_argument(module)
     try:
-        draws = [MixerCalls(module, name, hidden, *calls[0], lowest, positions=tracer.inputs.positions) for lowest in _DRAWS]
+        draws = [MixerCalls(module, name, hidden, *calls[0], lowest, positions=tracer.inputs.positions) for lowest in DRAWS]
     except Exception:  # it gets no hidden state
         return 0, 0
     return tokens_before(draws) or 0, draws[0].given().shape[-1]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.models.reading.context.mixer_calls import MixerCalls, linear_layers
+from meshwright.models.reading.context.mixers_of_model import DRAWS
 from meshwright.models.reading.tracing import Inputs, Tracer, traced
 from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.spec import ExpertsRule
@@ -66,14 +67,25 @@ def _used_by_all(model: "PreTrainedModel", share: MixerShare, call: tuple[Any, A
     module = model.get_submodule(share.module)
     for dtype in (torch.float64, torch.float32):
         try:
-            return _differentiated(MixerCalls(module, share.module, share.hidden, *call, dtype=dtype), share)
+            draws = [MixerCalls(module, share.module, share.hidden, *call, lowest, dtype) for lowest in DRAWS]
+            return _differentiated(draws, share)
         except Exception:  # whatever a module does with random values
             continue
     return None
 
 
-def _differentiated(calls: MixerCalls, share: MixerShare) -> tuple[str, ...] | None:
-    """Return the parameters between, of which no rank has a part; ``None``: one of them is used before, too."""
+def _differentiated(draws: Sequence[MixerCalls], share: MixerShare) -> tuple[str, ...] | None:
+    """Return the parameters between, of which no rank has a part; ``None``: one is used before, too, or its use is unknown."""
+    before, between = (set[str]().union(*found) for found in zip(*(_used(calls, share) for calls in draws), strict=True))
+    parted = {own for own, _, _ in share.slices}
+    parameters = {name for name, _ in draws[0].mixer.named_parameters()} & draws[0].between().keys()
+    shared = (between & parameters) - parted
+    unknown = parameters - parted - before - between
+    return None if unknown or shared & before or parted & before else tuple(sorted(shared))
+
+
+def _used(calls: MixerCalls, share: MixerShare) -> tuple[set[str], set[str]]:
+    """Return what the first matrices depend on in a draw, and what later ones do."""
     parted = {own for own, _, _ in share.slices}
     summed = {own for own, _ in share.summed}
     for name in linear_layers(calls.mixer):
@@ -93,10 +105,7 @@ def _differentiated(calls: MixerCalls, share: MixerShare) -> tuple[str, ...] | N
 
     tensors = {name: own.requires_grad_() for name, own in calls.between().items()}
     calls.run(linear, tensors, also=share.closing)
-    used = [_names_with_gradient(calls, tensors, entered) for entered in (before, between)]
-    parameters = {name for name, _ in calls.mixer.named_parameters()}
-    shared = (used[1] & parameters) - parted
-    return None if shared & used[0] or parted & used[0] else tuple(sorted(shared))
+    return _names_with_gradient(calls, tensors, before), _names_with_gradient(calls, tensors, between)
 
 
 def _names_with_gradient(calls: MixerCalls, tensors: dict[str, torch.Tensor], entered: list[torch.Tensor]) -> set[str]:

@@ -50,8 +50,13 @@ def resolve_mixers(draft: Draft) -> Found[tuple[MixerShare, ...]]:
         elif sliced:
             problems.add(
                 "cp.state",
-                f"{draft.spec.family}: tp slices {sliced[0]!r}, inside of a mixer whose heads cp divides; the legal value "
-                "of cp is 1, or leave it out of tp_plan",
+                f"{draft.spec.family}: tp slices {sliced[0]!r}, inside of a mixer "
+                + (
+                    "that gets the tokens before those of a rank; legal are cp=1, sequence_parallel=False, and a tp_plan "
+                    "without it"
+                    if share.before
+                    else "whose heads cp divides; the legal value of cp is 1, or leave it out of tp_plan"
+                ),
             )
     if problems:
         return Found((), [text.within(f"cp={cp}: ") for text in without_repetition(problems)])

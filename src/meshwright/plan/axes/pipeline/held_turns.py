@@ -1,7 +1,7 @@
 """What a rank of a pipeline holds when it takes a turn: microbatches in flight, gradients that wait, and what it has sent."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp, order_of
@@ -45,19 +45,25 @@ class HeldTurn:
         return all(a <= b for own, more in (*pairs, (self.returned, other.returned)) for a, b in zip(own, more, strict=True))
 
 
-def held_turns(turns: Sequence[ScheduledOp]) -> Iterator[HeldTurn]:
-    """Yield what a rank holds at each of its turns of a step, in order."""
+def held_turns(turns: Sequence[ScheduledOp], *, first: bool = True, final: bool = True) -> Iterator[HeldTurn]:
+    """Yield what a rank holds at each of its turns of a run, in order.
+
+    Args:
+        turns: the turns.
+        first: whether the run is the first one of a step: later ones begin with gradients.
+        final: whether it is the last one, which reduces them.
+    """
     own = sorted({turn.stage for turn in turns})
     ends = {turn.stage: number for number, turn in enumerate(turns) if turn.phase in _MAKE_GRADIENTS}
     alive, halved, forwards, returned = (dict.fromkeys(own, 0) for _ in range(4))
-    begun, over = dict.fromkeys(own, False), dict.fromkeys(own, False)
+    begun, over = dict.fromkeys(own, not first), dict.fromkeys(own, False)
     for number, turn in enumerate(turns):
         stage, phase = turn.stage, turn.phase
         alive[stage] += phase is Phase.FORWARD
         forwards[stage] += phase is Phase.FORWARD
         halved[stage] += phase is Phase.INPUT
         returned[stage] += phase in (Phase.INPUT, Phase.BACKWARD)
-        last = ends.get(stage) == number
+        last = final and ends.get(stage) == number
         yield HeldTurn(
             phase,
             stage,
@@ -89,9 +95,7 @@ def _fullest(schedule: PipelineSchedule, pp: int, each: int, microbatches: int, 
 
 def _without_smaller(turns: Sequence[ScheduledOp], runs: int) -> Iterator[HeldTurn]:
     kinds: dict[tuple[object, ...], list[HeldTurn]] = {}
-    for turn in reversed(list(held_turns(turns))):
-        if runs > 1:  # the last run, which begins with the gradients of the others
-            turn = replace(turn, begun=(True,) * len(turn.begun))
+    for turn in reversed(list(held_turns(turns, first=runs == 1))):  # the last run holds the most
         kind = kinds.setdefault((turn.phase, turn.stage, turn.last, turn.begun, turn.over), [])
         if not any(turn <= other for other in kind):
             kind.append(turn)

@@ -27,9 +27,19 @@ from meshwright.plan.given.sliceable_pairs import Pair
 from meshwright.plan.result.mixer_action import MixChannels
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
-__all__ = ["mixer_rows", "mixer_styles", "packed_sizes", "pairs_beside", "shared_mixers", "slice_mixers", "whole_mixers"]
+__all__ = [
+    "MOST_TRIED",
+    "mixer_rows",
+    "mixer_styles",
+    "packed_sizes",
+    "pairs_beside",
+    "problems_of_mixers",
+    "shared_mixers",
+    "slice_mixers",
+    "whole_mixers",
+]
 
-_MOST_TRIED = 16
+MOST_TRIED = 16
 """The largest number of ranks that is looked at to name legal ones."""
 
 
@@ -44,13 +54,16 @@ def pairs_beside(draft: Draft) -> tuple[Pair, ...]:
     return tuple(pair for pair in draft.pairs.found if not any(within(own, mixers) for own in (*pair.firsts, pair.second)))
 
 
+def problems_of_mixers(draft: Draft) -> dict[str, str]:
+    """Return why each rank computes a mixer whole, by its name. A mixer that needs only a few tokens before is none here."""
+    tp = draft.layout.size("tp")
+    shares = (own for own in _shares(draft).values() if own.closing or own.problem)
+    return {own.module: problem for own in shares if (problem := _problem(draft, own, tp))}
+
+
 def whole_mixers(draft: Draft) -> tuple[str, tuple[int, ...]]:
     """Return why each rank computes the mixers of a model whole, and the numbers of ranks that can share all; empty: none."""
-    problems = {
-        own.module: _problem(draft, own, draft.layout.size("tp"))
-        for own in _shares(draft).values()
-        if _problem(draft, own, draft.layout.size("tp"))
-    }
+    problems = problems_of_mixers(draft)
     if not problems:
         return "", ()
     name = next(iter(problems))
@@ -59,7 +72,7 @@ def whole_mixers(draft: Draft) -> tuple[str, tuple[int, ...]]:
         *(draft.model.modules[own].parameters for own in draft.model.inside(name)),
     ]
     widest = max((size for shapes in features for shape in shapes.values() for size in shape), default=1)
-    tried = [ranks for ranks in range(2, _MOST_TRIED + 1) if widest % ranks == 0]
+    tried = [ranks for ranks in range(2, MOST_TRIED + 1) if widest % ranks == 0]
     legal = [
         ranks for ranks in tried if not any(_problem(draft, own, ranks) for own in draft.model.traces.mixers(ranks).values())
     ]

@@ -10,7 +10,15 @@ from dataclasses import replace
 from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
-from meshwright.plan.axes.tensor.channels import mixer_styles, pairs_beside, shared_mixers, slice_mixers, whole_mixers
+from meshwright.plan.axes.tensor.channels import (
+    MOST_TRIED,
+    mixer_styles,
+    pairs_beside,
+    problems_of_mixers,
+    shared_mixers,
+    slice_mixers,
+    whole_mixers,
+)
 from meshwright.plan.axes.tensor.given_styles import load_styles
 from meshwright.plan.axes.tensor.modules import module_rows
 from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
@@ -211,7 +219,11 @@ def choose_styles(draft: Draft) -> Found[StyleChoice]:
     if not level:
         text = "; ".join(f"{name}: {why}" for name, why in passed_over)
         _, legal = whole_mixers(draft)
-        values = "legal value of tp is 1" if len(legal) < 2 else f"legal values of tp are {', '.join(map(str, legal))}"
+        values = (
+            "legal value of tp is 1"
+            if len(legal) < 2
+            else f"legal values of tp up to {MOST_TRIED} are {', '.join(map(str, legal))}"
+        )
         code = "tp.no_styles" if len(legal) < 2 else "tp.heads"
         problem = Refusal(code, f"tp: there are no styles; {text}; the {values}")
         return Found(("", {}, []), [problem])
@@ -223,6 +235,8 @@ def choose_styles(draft: Draft) -> Found[StyleChoice]:
 def _with_norms(draft: Draft, level: str, styles: Mapping[str, str], passed_over: list[tuple[str, str]]) -> "StyleChoice":
     """Return a choice with the styles of norms that it leaves out, and of mixers, none of whose matrices it names."""
     styles = {**styles, **_patterns(draft, mixer_styles(draft))}
+    whole = {generalize(name): f"whole on each rank: {why}" for name, why in problems_of_mixers(draft).items()}
+    passed_over = [*passed_over, *whole.items()]
     named: dict[str, str] = {}
     for pattern, style in styles.items():
         for name in match_names(pattern, draft.model.modules):
