@@ -203,6 +203,13 @@ def test_members_of_enums_are_read_as_python_3_11_0_wrote_them_and_no_other_attr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_paths_of_another_python_are_read(module: bytes) -> None:
+    """Python 3.13 pickles them under a module that no other one has."""
+    table = b"c" + module + b"\nPosixPath\n(Vstep\ntR."
+    assert storage._TableUnpickler(io.BytesIO(table)).load() == Path("step")
+
+
 def test_pickle_in_place_of_a_tensor_does_not_run(tmp_path: Path) -> None:
     """DCP unpickles what its table calls bytes, whatever the reader wanted there."""
     sign = tmp_path / "it-ran"

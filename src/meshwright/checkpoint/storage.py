@@ -44,6 +44,8 @@ class _TableUnpickler(pickle.Unpickler):
         """Return a class of a table of contents, or a dtype or layout of torch, by its exact name; refuse everything else."""
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle a member of an enum by its name
             return _member
+        if module == "pathlib._local":  # Python 3.13 names the module of paths that no other one has
+            module = "pathlib"
         values = (torch.dtype, torch.layout, torch.memory_format)
         if (module, name) in _TABLE_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), values)):
             return super().find_class(module, name)
