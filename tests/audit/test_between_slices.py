@@ -17,6 +17,7 @@ from meshwright.audit.ranks import RankTrainer
 from meshwright.distributed.tensor import mixer_slices, moves
 from meshwright.distributed.tensor.slicing import compute_with_slices
 from meshwright.plan.result.program import Compute
+from tests.tiny import needs_norm_of_groups
 
 PLACES = {place.label: place for place in LAYOUTS}
 THOROUGH = (
@@ -48,6 +49,7 @@ def auditor() -> Iterator[Auditor]:
     [("bitnet", "tp 2 seq"), ("mamba2", "tp 2 seq"), *(pytest.param(*own, marks=pytest.mark.thorough) for own in THOROUGH)],
 )
 def test_gradients_are_those_of_one_process(auditor: Auditor, tmp_path: Path, name: str, label: str) -> None:
+    needs_norm_of_groups(name)
     place = PLACES[label]
     report = auditor.audit(case_of(name, place, tmp_path, "pad", "float64"), place.world_size)
     assert report.passed, report.verdict
@@ -97,6 +99,7 @@ PLANTS = [
 def test_what_is_not_of_all_ranks_is_named(
     auditor: Auditor, tmp_path: Path, plant: Callable[[RankTrainer], None], name: str, kind: Kind, words: str
 ) -> None:
+    needs_norm_of_groups(name)
     report = auditor.audit(case_of(name, PLACES["tp 2"], tmp_path, "pad", "float64"), 2, plants=[plant])
     assert not report.passed
     assert report.findings[0].kind is kind, report.verdict

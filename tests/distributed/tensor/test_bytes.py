@@ -25,7 +25,7 @@ from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
-from tests.tiny import FAMILIES, SPARSE, batches, make, summed_loss
+from tests.tiny import FAMILIES, SPARSE, batches, make, needs_norm_of_groups, summed_loss
 
 
 def size(tensor: torch.Tensor) -> int:
@@ -115,6 +115,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "mamba2" else pytest.mark.thorough) for kind in SIZES])
 def test_so_are_those_of_what_runs_between_slices(kind: str) -> None:
+    needs_norm_of_groups(kind)
     assert min(run_ranks(partial(compare_bytes, kind), 2)) >= 2
 
 

@@ -20,6 +20,7 @@ from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import MixChannels
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from tests.tiny import needs_norm_of_groups
 
 MAMBA_2 = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8}
 
@@ -44,6 +45,7 @@ def of_mixer(plan: ShardingPlan) -> dict[str, tuple[str | None, int]]:
 
 
 def test_channels_of_mamba_1() -> None:
+    needs_norm_of_groups("mamba2")
     plan = planned(made("mamba", state_size=4))
     assert of_mixer(plan) == {
         "A_log": ("channels", 32 * 4),
@@ -61,6 +63,7 @@ def test_channels_of_mamba_1() -> None:
 
 
 def test_heads_of_mamba_2() -> None:
+    needs_norm_of_groups("mamba2")
     plan = planned(made("mamba2", **MAMBA_2))
     assert of_mixer(plan) == {
         "A_log": ("channels", 2),
@@ -92,6 +95,7 @@ def test_heads_of_mamba_2() -> None:
 def test_mixers_that_ranks_cannot_share_say_why(
     sizes: dict[str, int], tp: int, layout: dict[str, int], why: str, legal: str
 ) -> None:
+    needs_norm_of_groups("mamba2")
     with pytest.raises(PlanError, match=why) as raised:
         planned(made("mamba2", **{**MAMBA_2, **sizes}), tp, **layout)
     assert legal in str(raised.value)
