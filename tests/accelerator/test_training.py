@@ -10,12 +10,13 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from meshwright.ranks.pool import Pool
-from meshwright.trace.memory import forecast_memory
+from meshwright.trace.held.memory import forecast_memory
 from meshwright.train.config import RunConfig
 from meshwright.train.host import host_lines
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.setup import make_setup
 from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
+from tests.accelerator.peaks import CASES_OF_MEMORY, EVERY, peak_and_forecast
 from tests.accelerator.runs import forget_orders, ignore_orders, orders_of, train_with
 from tests.accelerator.workers import Workers
 from tests.diffusion_gemma import tiny_diffusion_gemma
@@ -165,16 +166,18 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Models on disk: a device and the CPU would draw other first values."""
     folder = tmp_path_factory.mktemp("weights")
 
-    def written(name: str) -> Path:
-        if not (folder / name).exists():
-            model = MODELS[name]()
-            model.save_pretrained(folder / name)
-            if name != "diffusion":
-                settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-                get_peft_model(model, settings).save_pretrained(str(folder / name / "adapter"))
-        return folder / name
+    return partial(write_weights, folder)
 
-    return written
+
+def write_weights(folder: Path, name: str) -> Path:
+    """Write a model and an adapter of it, if they are not there, and return where they are."""
+    if not (folder / name).exists():
+        model = MODELS[name]()
+        model.save_pretrained(folder / name)
+        if name != "diffusion":
+            settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+            get_peft_model(model, settings).save_pretrained(str(folder / name / "adapter"))
+    return folder / name
 
 
 def overrides_of(case: Case, folder: Path) -> tuple[str, ...]:
@@ -247,18 +250,10 @@ NUMBERS = 128
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "defer", "reduce each", "tp", "recomputed", "ep", "cp gather", "cp ring", "lora", "muon", "replicas", "tied",
-        "pp gpipe", "pp 1f1b", "pp interleaved", "pp zero bubble", "pp zbv", "pp dualpipe_v",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", CASES_OF_MEMORY)
 def test_the_peak_of_memory_is_the_forecast(tiny: Tiny, weights: Callable[[str], Path], two: Workers, name: str) -> None:
-    overrides = overrides_of(CASES[name], weights(CASES[name].model))
-    config = tiny("training.steps=3", "data.eval_fraction=0", "checkpoint.every=0", *overrides)
-    peak = max(rank.peak or 0 for rank in train_with(two, config))
-    forecast = forecast_memory(make_setup(config, 2)).peak
+    config = tiny(*EVERY, *overrides_of(CASES[name], weights(CASES[name].model)))
+    peak, forecast = peak_and_forecast(config, two)
     assert (1 - TOO_MUCH.get(name, 0.05)) * forecast < peak < 1.05 * forecast
     if name in TO_THE_BYTE:
         assert 0 <= peak - forecast < NUMBERS

@@ -16,7 +16,7 @@ from meshwright.plan.cost.hardware import known_hardware, load_hardware
 from meshwright.plan.cost.price import totals
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of
-from meshwright.trace.memory import MemoryForecast, forecast_memory, memory_moments
+from meshwright.trace.held.memory import MemoryForecast, forecast_memory, memory_moments
 from meshwright.trace.step import UPDATE, run_step, trace_step
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import Verdict, judge

@@ -8,8 +8,8 @@ from torch import nn
 
 from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.held.memory import MemoryForecast, forecast_memory
 from meshwright.trace.live import LiveBytes
-from meshwright.trace.memory import MemoryForecast, forecast_memory
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.setup import make_setup

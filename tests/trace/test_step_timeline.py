@@ -21,10 +21,10 @@ from meshwright.plan.cost.hardware import Hardware, load_hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.result.sharding_plan import shard_axis
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.held.memory import MemoryForecast, forecast_memory
 from meshwright.trace.in_time.chrome_trace import ABOVE, FIRST_PID, beside_measured, chrome_trace, measured_trace
 from meshwright.trace.in_time.memory_curve import MemoryPoint, memory_curve
 from meshwright.trace.in_time.step_timeline import StepTimeline, step_timeline
-from meshwright.trace.memory import MemoryForecast, forecast_memory
 from meshwright.trace.time import COMPUTE, TimeForecast, forecast_time
 from meshwright.train.start.setup import RunSetup
 from tests.harness import run_ranks

@@ -217,7 +217,7 @@ class Bounds:
             return 0.0, 0.0
         schedule, each, microbatches = run
         pp = branch.layout.size("pp")
-        if self.numbers.passes > 1:  # which keep unlike much
+        if self.numbers.passes > 1:  # they keep different amounts, and those between the first and the last nothing
             return 1 / pp, 0.0
         alive = even_replay(schedule, pp, each, min(microbatches, LONG * pp)).alive
         most = 1 / sum(1 / one for one in alive)

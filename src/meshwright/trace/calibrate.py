@@ -18,8 +18,8 @@ from meshwright.plan.cost.links import REACHED
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.ranks.pool import Pool
 from meshwright.trace.fewer import layers_of_config, with_fewer
+from meshwright.trace.held.memory import forecast_memory
 from meshwright.trace.layer_work import MEMORY_REACHED
-from meshwright.trace.memory import forecast_memory
 from meshwright.trace.step import time_step
 from meshwright.trace.time import forecast_time
 from meshwright.trace.work import Work, WorkCounter

@@ -9,7 +9,7 @@ from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, with_values
 from meshwright.trace.few_layers import Traces
-from meshwright.trace.memory import MemoryForecast, forecast_memory
+from meshwright.trace.held.memory import MemoryForecast, forecast_memory
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, change_setup
 from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher

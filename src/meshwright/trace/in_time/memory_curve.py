@@ -11,10 +11,10 @@ from meshwright.plan.axes.pipeline.held_turns import HeldTurn, held_turns
 from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.held.memory import MemoryForecast, memory_moments
+from meshwright.trace.held.stage_memory import StageMemory
 from meshwright.trace.in_time.step_timeline import RankTimeline, StepTimeline
-from meshwright.trace.memory import MemoryForecast, memory_moments
 from meshwright.trace.overlap import HEAD
-from meshwright.trace.stage_memory import StageMemory
 from meshwright.trace.step import FORWARD, LOSS, UPDATE
 from meshwright.train.start.setup import RunSetup
 
@@ -36,7 +36,7 @@ class MemoryPoint:
     Attributes:
         time: seconds from the begin of the step.
         moment: what it does then.
-        parts: bytes by what they are for, as in :class:`~meshwright.trace.memory.MemoryForecast`.
+        parts: bytes by what they are for, as in :class:`~meshwright.trace.held.memory.MemoryForecast`.
     """
 
     time: float

@@ -5,7 +5,7 @@ first two, and the update. In each of them, what a rank holds grows by the same 
 traces of a few layers give the bytes of all of them. Shards (of parameters, gradients, and the optimizer's state) depend on the
 number of ranks, and come from the plan.
 
-With a pipeline, a rank holds the activations of several microbatches: see :mod:`meshwright.trace.stage_memory`.
+With a pipeline, a rank holds the activations of several microbatches: see :mod:`meshwright.trace.held.stage_memory`.
 """
 
 from collections import Counter
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from meshwright.plan.cost.price import Totals, totals
 from meshwright.trace.few_layers import Traces, slopes_of
+from meshwright.trace.held.stage_memory import StageMemory, held_in_update
 from meshwright.trace.kept_traces import SmallTrace
 from meshwright.trace.live import Kind
-from meshwright.trace.stage_memory import StageMemory, held_in_update
 from meshwright.trace.step import UPDATE
 from meshwright.train.start.setup import RunSetup
 
@@ -55,7 +55,7 @@ def forecast_memory(setup: RunSetup, traces: Traces | None = None) -> MemoryFore
 def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[MemoryForecast]:
     """Forecast what is held in each moment of a step: ``forward``, ``loss``, ``backward of layer N`` (the first and the last
     two, or all) and ``update``. With stages, the moments are those of
-    :meth:`~meshwright.trace.stage_memory.StageMemory.moments`, of each rank of `pp`.
+    :meth:`~meshwright.trace.held.stage_memory.StageMemory.moments`, of each rank of `pp`.
 
     No process group may exist; nothing of the run's model is used up.
 

@@ -26,7 +26,7 @@ from meshwright.trace.step import AFTER_LOSS, BEFORE_LOSS, FORWARD, LOSS, UPDATE
 __all__ = ["StageMemory", "held_in_update"]
 
 Parts = Mapping[str, int]
-"""Bytes by what they are for, as in :class:`~meshwright.trace.memory.MemoryForecast`."""
+"""Bytes by what they are for, as in :class:`~meshwright.trace.held.memory.MemoryForecast`."""
 
 
 def held_in_update(plan: ShardingPlan) -> int:
