@@ -1,0 +1,1 @@
+"""What a rank holds in a step: the forecast of memory, without and with stages."""
