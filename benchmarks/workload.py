@@ -68,7 +68,7 @@ def write(directory: Path, sequences: int, *, sparse: bool = False) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
     chances = 1 / torch.arange(1, config.vocab_size + 1)
     tokens = torch.multinomial(chances, sequences * SEQUENCE_LENGTH, replacement=True)
-    _write_store(directory / "store", tokens.numpy().astype(np.uint16).reshape(sequences, SEQUENCE_LENGTH))
+    write_store(directory / "store", tokens.numpy().reshape(sequences, SEQUENCE_LENGTH))
 
 
 def write_adapter(directory: Path) -> None:
@@ -82,22 +82,22 @@ def write_adapter(directory: Path) -> None:
     peft.get_peft_model(model, settings).save_pretrained(directory / "adapter")
 
 
-def _write_store(directory: Path, tokens: np.ndarray) -> None:
-    """Each sequence is one document, exactly as long as a sequence: no padding, and nothing to mask."""
+def write_store(directory: Path, tokens: np.ndarray) -> None:
+    """Write a token store of [sequences, length]: each is one document, so there is no padding, and nothing to mask."""
     from meshwright.data.index import FORMAT_VERSION, StoreIndex, write_index
     from meshwright.data.sums import sums_of
 
     directory.mkdir()
-    count = len(tokens)
-    tokens.tofile(directory / "tokens.bin")
-    np.save(directory / "offsets.npy", np.arange(count + 1, dtype=np.int64) * SEQUENCE_LENGTH)
+    count, length = tokens.shape
+    tokens.astype(np.uint16).tofile(directory / "tokens.bin")
+    np.save(directory / "offsets.npy", np.arange(count + 1, dtype=np.int64) * length)
     np.save(directory / "held_out.npy", np.zeros(count, dtype=bool))
     index = StoreIndex(
         format_version=FORMAT_VERSION,
         fingerprint="benchmark",
         kind="text",
         long_documents="error",
-        sequence_length=SEQUENCE_LENGTH,
+        sequence_length=length,
         token_dtype="uint16",
         pad_token_id=0,
         documents=count,

@@ -1,5 +1,6 @@
 """The door to devices, on a machine that has none but the CPU. tests/accelerator has one."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,43 @@ def test_random_numbers_leave_no_trace_inside_a_fork() -> None:
     drawn = torch.rand(3)
     device.set_rng_state(before, CPU)
     assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize(("answer", "method"), [(None, "fork"), (3, "fork"), (0, "spawn")])
+def test_a_driver_that_runs_forbids_forks(monkeypatch: pytest.MonkeyPatch, answer: int | None, method: str) -> None:
+    """CUDA's driver is not loaded, is loaded (3: not initialized), or runs."""
+
+    class Driver:
+        def __init__(self, name: str, mode: int) -> None:
+            assert (name, mode) == ("libcuda.so.1", os.RTLD_NOLOAD)
+            if answer is None:
+                raise OSError(name)
+
+        def cuDeviceGetCount(self, number: object) -> int:
+            return answer or 0
+
+    monkeypatch.setattr(device, "count", lambda: 1)
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr("ctypes.CDLL", Driver)
+    assert device.start_method("cpu") == method
+    assert device.start_method("cuda") == "spawn"
+    monkeypatch.setattr(device, "accelerator", lambda: "npu")
+    assert device.start_method("cpu") == "spawn"
+    monkeypatch.setattr(device, "count", lambda: 0)
+    assert device.start_method("cpu") == "fork"
+
+
+def test_the_allocator_of_a_gpu_gets_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "count", lambda: 1)
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr("torch.accelerator.set_device_index", lambda index: None)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+    device.claim("cuda", 0)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    device.claim("cuda", 0)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    device.claim("cuda", 0)
+    assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"

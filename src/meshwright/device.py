@@ -5,10 +5,12 @@ registers. An accelerator is a device of a kind other than ``cpu``. A process ha
 module names a kind, except ``nemo``, files of kernels, and the data about devices in ``hardware/``.
 """
 
+import ctypes
 import os
 import platform
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -42,6 +44,8 @@ __all__ = [
     "release_memory",
     "rng_state",
     "set_rng_state",
+    "start_method",
+    "starting",
     "synchronize",
     "total_memory",
 ]
@@ -49,6 +53,10 @@ __all__ = [
 CPU = "cpu"
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Environment variables of a process that is to find no accelerator, so that it takes no memory of one."""
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables in which users set up the allocator: today's and the older one."""
+_NOT_INITIALIZED = 3
+"""``CUDA_ERROR_NOT_INITIALIZED`` of CUDA's driver."""
 HOST_BACKEND = "gloo"
 _KNOWN = ("cpu", "cuda")
 """Kinds that have every ability below. Others are asked, by doing it."""
@@ -88,8 +96,44 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != CPU
 
 
+def start_method(kind: str) -> str:
+    """Return how workers on a kind of device start, in the words of :mod:`multiprocessing`.
+
+    On the CPU they are forked, with all that is imported. But the driver of an accelerator does not survive a fork, and torch
+    asks it even about the CPU: an optimizer whether a graph is captured, a tensor whether it is pinned. So beside a driver that
+    runs in this process they are new processes, as on an accelerator.
+    """
+    return "fork" if kind == CPU and not _driver_runs() else "spawn"
+
+
+def _driver_runs() -> bool:
+    """Whether the driver of an accelerator was started in this process. Of others than NVIDIA's it is assumed."""
+    if not count():
+        return False
+    if accelerator() != "cuda" or torch.version.hip is not None:
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:  # it is not loaded
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
+
+
+@contextmanager
+def starting(kind: str) -> Iterator[None]:
+    """Inside, workers on a kind of device are started: those on the CPU find no accelerator."""
+    more = HIDDEN if kind == CPU else {}
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
 def claim(kind: str, local_rank: int) -> torch.device:
-    """Make a device the current one of this process, and return it.
+    """Make a device the current one of this process, and return it. Its allocator gets segments that grow, unless it is set up.
 
     Args:
         kind: kind of the device.
@@ -105,6 +149,9 @@ def claim(kind: str, local_rank: int) -> torch.device:
             "worker.device", f"workers on {kind}: there is none on this machine; legal here: {', '.join(_legal())}"
         )
     device = torch.device(kind, local_rank % count())
+    if kind == "cuda" and not os.environ.keys() & set(_ALLOCATOR):
+        # Without it a third of the memory of a step can be lost in holes between blocks; see docs/measurements.md.
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     torch.accelerator.set_device_index(device.index)
     return device
 

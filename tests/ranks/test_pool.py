@@ -464,3 +464,18 @@ def test_a_report_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(HangError(["a", "b"], [RankState(0)])))
     assert isinstance(error, MeshwrightError)
     assert (error.problems, error.states, error.exit_code) == (("a", "b"), (RankState(0),), 1)
+
+
+def seen(device: torch.device) -> tuple[str, int]:
+    return (os.environ["CUDA_VISIBLE_DEVICES"], os.getppid())
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_workers_on_the_cpu_beside_a_driver(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
+    """A driver does not survive a fork, and torch asks it about tensors of the CPU: there, workers are new processes."""
+    monkeypatch.setattr("meshwright.device._driver_runs", lambda: runs)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with Pool(2) as pool:
+        assert pool.run(seen) == [("", os.getpid())] * 2
+        assert [type(worker.process).__name__ for worker in pool._workers] == [["Fork", "Spawn"][runs] + "Process"] * 2
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"

@@ -11,7 +11,7 @@ from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.trace.few_layers import Traces
-from meshwright.trace.layer_work import SHAPES, LayerWork, Rates
+from meshwright.trace.layer_work import PER_OPERATOR, PER_UNIT, PER_UNIT_AND_STEP, SHAPES, WATCHED, LayerWork, Rates
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
 from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.work import Work
@@ -120,6 +120,22 @@ def test_the_update_is_that_of_the_rank_that_stores_the_most() -> None:
     assert found.rank == 1
     assert first > last
     assert found.parts["update"] == pytest.approx(first / Rates.of(setup, quick).bandwidth)
+
+
+@pytest.mark.parametrize("recomputation", ["none", "selective"])
+def test_a_step_with_little_to_compute_takes_what_the_host_takes(recomputation: str) -> None:
+    setup = setup_of(2, layers=3, parallel={"activation_checkpointing": recomputation})
+
+    def found(_: int) -> tuple[TimeForecast, Counter[Work]]:
+        return forecast_time(setup, H100), LayerWork.of(Traces(setup)).on_rank(setup.plan, 0)
+
+    ((time, work),) = run_ranks(found, 1, group=False)
+    microbatches = setup.plan.options.microbatches
+    assert work[Work.UNITS] == 4  # three layers and the root
+    operators = PER_OPERATOR + (WATCHED if recomputation == "selective" else 0)
+    starts = operators * work[Work.STARTED] + (PER_UNIT + PER_UNIT_AND_STEP / microbatches) * work[Work.UNITS]
+    spent = sum(time.parts[name] for name in ("products", "attention", "elementwise", "launches"))
+    assert spent == pytest.approx(microbatches * starts * H100.launch_us * 1e-6)
 
 
 def test_stages_of_several_passes_have_the_work_of_their_layers_once() -> None:

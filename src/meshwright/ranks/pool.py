@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.device import CPU
+from meshwright.device import start_method, starting
 from meshwright.distributed.process_group import end_openmp_threads
 from meshwright.errors import ConfigError, MeshwrightError, Refusal, UnsupportedError, WorkerError
 from meshwright.ranks.forked import BEAT, JobOutcome, WorkerPlace, work
@@ -96,9 +96,9 @@ class _Worker:
 class Pool:
     """Processes that form one process group and wait for jobs. They start with the first job, and again after a failure.
 
-    Workers on the CPU are forked. So the process that makes a pool must not be in a process group itself, and the workers
-    inherit what it holds. A job must not start ``multiprocessing`` children or change the default group; it must return its
-    tensors on the CPU. Close the pool, or use it as a context manager.
+    Workers on the CPU are forked, if they can be (:func:`~meshwright.device.start_method`). So the process that makes a pool
+    must not be in a process group itself, and the workers inherit what it holds. A job must not start ``multiprocessing``
+    children or change the default group; it must return its tensors on the CPU. Close the pool, or use it as a context manager.
 
     Args:
         world_size: number of processes.
@@ -174,7 +174,8 @@ class Pool:
         raise error
 
     def _start(self) -> None:
-        if self.kind == CPU:
+        method = start_method(self.kind)
+        if method == "fork":
             if dist.is_initialized():
                 raise UnsupportedError(
                     "worker.pool", "a pool of forked workers cannot start in a process that is in a process group"
@@ -182,7 +183,7 @@ class Pool:
             import torch._dynamo  # noqa: F401 (FSDP's hooks need it; imported before the fork, every worker has it)
 
             end_openmp_threads()
-        context: Any = get_context("fork" if self.kind == CPU else "spawn")
+        context: Any = get_context(method)
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         timeout = timedelta(seconds=self.patience + MARGIN)
         # Ctrl-C reaches every process of a terminal. This process handles it; the workers ignore it, even while they start.
@@ -192,7 +193,8 @@ class Pool:
                 seat = WorkerPlace(rank, self.world_size, self.kind, timeout, Path(self._folder.name))
                 (jobs, their_jobs), (watch, their_watch) = context.Pipe(), context.Pipe()
                 process = context.Process(target=work, args=(seat, their_jobs, their_watch), daemon=True)
-                process.start()
+                with starting(self.kind):
+                    process.start()
                 self._workers.append(_Worker(process, jobs, watch, seat))
                 their_jobs.close()
                 their_watch.close()

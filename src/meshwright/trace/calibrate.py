@@ -147,10 +147,14 @@ def _measure(
     speeds = [speed(shape, dtype) for shape in shapes]
     peaks = {one: speed(shapes[0], getattr(torch, one)) for one in ("bfloat16", "float32") if one != name}
     heads, length, width = attention
-    query = torch.randn(1, heads, length, width, dtype=dtype, device=device, requires_grad=True)
+    # As models have it: heads are a view of the hidden dimension, and so is the gradient.
+    projected = [torch.randn(1, length, heads, width, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    gradient = torch.randn(1, length, heads, width, dtype=dtype, device=device)
 
     def attend() -> None:
-        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+        query, keys, values = (one.transpose(1, 2) for one in projected)
+        attended = nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+        torch.autograd.grad(attended.transpose(1, 2), projected, gradient)
 
     operations = 7 * 2 * heads * length * length * width // 2  # two products forward, five backward, of half of the scores
     hidden = torch.randn(elements, dtype=dtype, device=device)

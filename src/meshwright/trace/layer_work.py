@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.cost.hardware import Hardware
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
@@ -26,6 +27,13 @@ benchmarks/predict.py. A calibrated device has the speed of a run's own shapes."
 FUSED = 0.5
 """What the compiler leaves of the bytes that operators beside products move, and of the operators: assumed."""
 
+PER_OPERATOR, PER_UNIT, PER_UNIT_AND_STEP = 2.4, 160, 190
+"""What the host does in a step, in starts of an operator (``launch_us``): for an operator, with the Python of its module; for
+an FSDP unit and microbatch; and for a unit and step (clipping, optimizer). Fitted on steps on an H200 that were bound by the
+host, and on their parts on a CPU (docs/measurements.md, "On a GPU")."""
+WATCHED = 4.3
+"""What the dispatch modes of selective recomputation add for an operator, in the same unit. Compiled layers have none."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -37,6 +45,8 @@ class Rates:
         reached: share of the peak that matrix products reach.
         bandwidth: bytes a second that elementwise operators reach.
         fused: what the compiler leaves of these bytes and of the operators.
+        per_operator: microseconds of the host for an operator.
+        per_unit: microseconds of the host for an FSDP unit, in each microbatch.
     """
 
     hardware: Hardware
@@ -44,17 +54,23 @@ class Rates:
     reached: float
     bandwidth: float
     fused: float
+    per_operator: float
+    per_unit: float
 
     @classmethod
     def of(cls, setup: RunSetup, hardware: Hardware) -> "Rates":
         """Return those of a run on devices of a kind."""
         options = setup.plan.options
+        watched = WATCHED * any(unit.activation_checkpointing is ActivationCheckpointing.SELECTIVE for unit in setup.plan.units)
+        per_operator = 1.0 if options.compile else PER_OPERATOR + watched
         return cls(
             hardware,
             hardware.peak(options.param_dtype or setup.config.model.dtype) * 1e12,
             hardware.achievable * (1.0 if hardware.calibrated else SHAPES),
             hardware.hbm_tb_s * MEMORY_REACHED * 1e12,
             FUSED if options.compile else 1.0,
+            per_operator * hardware.launch_us,
+            (PER_UNIT + PER_UNIT_AND_STEP / options.microbatches) * hardware.launch_us,
         )
 
     def spent(self, work: Counter[Work]) -> dict[str, float]:
@@ -68,8 +84,8 @@ class Rates:
             "attention": work[Work.ATTENTION] / (self.peak * hardware.attention),
             "elementwise": self.fused * work[Work.MOVED] / self.bandwidth,
         }
-        started = self.fused * work[Work.STARTED] * hardware.launch_us * 1e-6
-        found["launches"] = max(0.0, started - sum(found.values()))
+        host = self.fused * self.per_operator * work[Work.STARTED] + self.per_unit * work[Work.UNITS]
+        found["launches"] = max(0.0, 1e-6 * host - sum(found.values()))
         return found
 
 
@@ -96,24 +112,30 @@ class LayerWork:
     @classmethod
     def of(cls, traces: Traces) -> "LayerWork":
         """Read the work from traces: a layer's is by how much that of one more layer is larger."""
-        kinds, first = traces.kinds, traces.first
+        plan, kinds, first = traces.setup.plan, traces.kinds, traces.first
+        units = [_units_in(plan, layer) for layer in plan.layers]
+        outside = len(plan.fsdp_units) - sum(units)
         layers, forward = {}, {}
         whole = _microbatch_work(traces.of(first).step)
-        names = dict(zip(traces.setup.plan.layers, kinds, strict=True))
+        names = dict(zip(plan.layers, kinds, strict=True))
         if first == len(kinds):  # all of them were traced, and count alike
             each, own = ({kind: value / first for kind, value in work.items()} for work in (_sum(whole), whole[FORWARD]))
             loss_work = {kind: value / first for kind, value in whole[LOSS].items()}
             alike = Counter({kind: each.get(kind, 0) - loss_work.get(kind, 0) for kind in Work})
+            alike[Work.UNITS] = units[0]
             forward = {kind: Counter(own) for kind in kinds}
-            return cls(dict.fromkeys(kinds, alike), forward, whole[LOSS], whole[LOSS], names, frozenset(kinds))
+            rest = Counter({**whole[LOSS], Work.UNITS: outside})
+            return cls(dict.fromkeys(kinds, alike), forward, rest, whole[LOSS], names, frozenset(kinds))
         for kind in set(kinds):
             place = traces.place_of(kind)
             more, fewer = (_microbatch_work(traces.of(number).step) for number in (place + 1, place))
             forward[kind] = _difference(more[FORWARD], fewer[FORWARD])
             layers[kind] = _difference(_sum(more), _sum(fewer))
+            layers[kind][Work.UNITS] = units[kinds.index(kind)]
         rest = _sum(whole)
         for kind in kinds[:first]:
             rest = _difference(rest, layers[kind])
+        rest[Work.UNITS] = outside
         return cls(layers, forward, rest, whole[LOSS], names, frozenset(kinds[first:]))
 
     def on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
@@ -162,6 +184,10 @@ class LayerWork:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
         forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in OPERATIONS)
         return 3 * forward + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
+
+
+def _units_in(plan: ShardingPlan, layer: str) -> int:
+    return sum(f"{unit.name}.".startswith(f"{layer}.") for unit in plan.fsdp_units)
 
 
 def layers_on(plan: ShardingPlan, stages: Sequence[int]) -> list[str]:

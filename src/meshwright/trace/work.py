@@ -40,6 +40,9 @@ class Work(StrEnum):
     STARTED = "started"
     """Number of operators that were started: each costs the host some time."""
 
+    UNITS = "units"
+    """Number of FSDP units: the host runs hooks, gathers and reductions of each."""
+
 
 THIN = 100
 """Operations for a byte below which a product of 16-bit numbers counts as thin. A product with an adapter of rank r has about r

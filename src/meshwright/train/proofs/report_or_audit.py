@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rich.markup import escape
 
 from meshwright import errors
+from meshwright.device import CPU, start_method, starting
 from meshwright.distributed.process_group import adopt_slurm
 from meshwright.errors import MeshwrightError, NotProvenError, WorkerError
 from meshwright.ranks.forked import keep_inherited
@@ -156,11 +157,12 @@ class _Audit:
     """The process that makes the audit."""
 
     def __init__(self, config: RunConfig, world_size: int, source: Source | None, prove: Prove) -> None:
-        context: Any = get_context("fork")
+        context: Any = get_context(start_method(CPU))
         self.ours, theirs = context.Pipe(duplex=False)
         arguments = (config, world_size, source, prove, theirs, os.getpid())
         self.process = context.Process(target=_audit_alone, args=arguments)
-        self.process.start()
+        with starting(CPU):
+            self.process.start()
         theirs.close()
 
     def end(self) -> MeshwrightError | None:

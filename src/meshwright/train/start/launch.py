@@ -185,6 +185,7 @@ def _launch_local(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from meshwright.device import start_method, starting
     from meshwright.distributed.process_group import end_openmp_threads
 
     if not debug:
@@ -196,6 +197,7 @@ def _launch_local(
         ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads of tokenizers do not survive a fork
+    method = start_method(kind)
     if kind == "cpu":
         import torch._dynamo  # noqa: F401 (FSDP's hooks need it; imported before the fork, every worker has it)
 
@@ -211,8 +213,7 @@ def _launch_local(
             rdzv_endpoint=f"localhost:{config.launch.port}",
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
-            # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs workers are spawned.
-            start_method="fork" if kind == "cpu" else "spawn",
+            start_method=method,
             local_addr="localhost",
             # The other signals ask a run to end, and are passed on to its workers; what is no run has nothing to save.
             signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if job else "SIGHUP,SIGQUIT",
@@ -220,7 +221,7 @@ def _launch_local(
         asked = Path(reports) / ASKED
         interrupted: list[int] = []
         try:
-            with nullcontext() if job else wishes_to_end(asked, interrupted):
+            with starting(kind), nullcontext() if job else wishes_to_end(asked, interrupted):
                 elastic_launch(settings, _worker_entry)(config, kind, prepared, forecast, reports, debug, os.getpid(), job)
         except ChildFailedError as error:
             if interrupted and not has_begun(asked):  # the workers, which got the signal too, ended before the launcher
