@@ -50,6 +50,9 @@ __all__ = [
     "total_memory",
 ]
 
+# Whoever asks torch for CUDA, such as each optimizer, would start the driver, which no fork survives; see start_method.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 CPU = "cpu"
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Environment variables of a process that is to find no accelerator, so that it takes no memory of one."""

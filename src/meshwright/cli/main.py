@@ -318,7 +318,6 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if not debug:
         quiet()
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         app()
     except MeshwrightError as error:
