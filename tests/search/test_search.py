@@ -19,6 +19,7 @@ import meshwright as mw
 from meshwright.cli.main import app
 from meshwright.errors import ConfigError
 from meshwright.plan.cost.hardware import Hardware, load_hardware
+from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.search.answer import Option, base_of, search
 from meshwright.search.bounds import Bounds
 from meshwright.search.candidate_price import Price, Pricer
@@ -174,6 +175,13 @@ def test_bounds_of_runs_that_the_plan_refuses(pipeline: dict[str, int], tmp_path
     assert all(seconds > 0 and size > 0 for seconds, size in pairs)
 
 
+def schedules(branches: Iterable[Branch]) -> set[PipelineSchedule]:
+    key = "parallel.pipeline.schedule"
+    return {
+        value for branch in branches for candidate in branch.candidates() for name, value in candidate.values if name == key
+    }
+
+
 def test_what_is_written_is_kept() -> None:
     setup = base(layout={"tp": 2}, parallel={"activation_checkpointing": "full"}, training={"microbatch_size": 2})
     kept = list(Space(setup, RANKS, NODE).branches())
@@ -181,7 +189,9 @@ def test_what_is_written_is_kept() -> None:
     assert {branch.rows for branch in kept} == {2}
     assert not any("parallel.activation_checkpointing" in branch.choices for branch in kept)
     assert not any("optimizer.kind" in branch.choices for branch in kept)
+    assert schedules(kept) == {PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED}  # others split what is recomputed
     freed = list(Space(setup, RANKS, NODE, ["all"]).branches())
+    assert PipelineSchedule.ZBV in schedules(freed)
     assert {branch.layout.size("tp") for branch in freed} == {1, 2}
     assert len({branch.rows for branch in freed}) > 2
     assert all("optimizer.kind" in branch.choices for branch in freed)

@@ -218,6 +218,14 @@ class Space:
             for size in rows:
                 yield Branch(layout, size, share // size, self._choices(layout, share // size))
 
+    @property
+    def _whole_backward(self) -> bool:
+        """Whether what the configuration keeps forbids schedules that split backward."""
+        parallel = self.setup.config.parallel
+        compiled = "parallel.compile" not in self.free and parallel.compile
+        kept = "parallel.activation_checkpointing" not in self.free
+        return compiled or (kept and parallel.activation_checkpointing is not ActivationCheckpointing.NONE)
+
     def _choices(self, layout: Layout, microbatches: int) -> dict[str, tuple[Any, ...]]:
         found: dict[str, tuple[Any, ...]] = {
             "parallel.compile": (True, False),
@@ -233,7 +241,8 @@ class Space:
             found["parallel.context_parallel"] = (ContextMethod.GATHER, ContextMethod.ULYSSES)
         if (pp := layout.size("pp")) > 1:  # each stage has a layer
             layers = self.sizes.layers or 4 * pp
-            found["parallel.pipeline.schedule"] = _SCHEDULES if 2 * pp <= layers else _SCHEDULES[:1]
+            schedules = _SCHEDULES if 2 * pp <= layers else _SCHEDULES[:1]
+            found["parallel.pipeline.schedule"] = tuple(one for one in schedules if not (one.splits and self._whole_backward))
             found["parallel.pipeline.stages_per_rank"] = (None, 4) if 4 * pp <= layers else (None,)
         if "optimizer.kind" in self.free and self.setup.config.optimizer.is_adamw:
             found["optimizer.kind"] = tuple(dict.fromkeys((self.setup.config.optimizer.kind, "adamw8bit")))
