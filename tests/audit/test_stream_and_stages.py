@@ -1,6 +1,7 @@
 """Models whose layers are not those of a Llama, over the slices of a sequence and over stages, and a bug of each mechanism."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from maintain.cells import LAYOUTS
 from maintain.coverage import run_of
+from maintain.tiny import TINY_MODELS
 from meshwright.audit.case import Case
 from meshwright.audit.causes.diagnose import Kind
 from meshwright.audit.conduct import Auditor
@@ -74,6 +76,7 @@ CELLS = [
             ("gemma4_text", "pp 2 x tp 2", "pack"),
             ("gemma4_text", "pp 2 x cp 2", "pack"),
             ("gemma4_text", "pp 2 x shard 2", "pack"),
+            ("zaya", "pp 2 x tp 2", "pad"),  # and a state of a router, whole
             ("zamba", "pp 2", "pad"),  # layers that read the words' embedding, and share parameters
             ("zaya", "pp 4", "pad"),  # a state of a router goes from layer to layer; parameters of the model itself
             ("roformer", "pp 4", "pad"),  # positions from a module that is called without a tensor
@@ -86,6 +89,17 @@ CELLS = [
 @pytest.mark.parametrize(("model_type", "label", "packing"), CELLS)
 def test_the_cell_of_a_mechanism(auditor: Auditor, folder: Path, model_type: str, label: str, packing: str) -> None:
     report = auditor.audit(case(folder, model_type, label, packing), PLACES[label].world_size)
+    assert report.passed, report.findings
+    assert report.worst_gradient < 1e-12
+
+
+def test_keys_that_a_later_stage_shares_cross_with_the_heads_of_a_rank(auditor: Auditor, folder: Path) -> None:
+    """The last two layers of four have the keys and values of the first two."""
+    tiny = TINY_MODELS["gemma3n_text"].config
+    drawn = case(folder, "gemma3n_text", "pp 2 x tp 2", "pack")
+    words = {"vocab_size": 320, "vocab_size_per_layer_input": 320}
+    config = drawn.config.model.model_copy(update={"config": {"model_type": "gemma3n_text", **tiny, **words}})
+    report = auditor.audit(replace(drawn, config=drawn.config.model_copy(update={"model": config})), 4)
     assert report.passed, report.findings
     assert report.worst_gradient < 1e-12
 

@@ -182,11 +182,19 @@ def test_every_causal_model_is_exact_or_refused(model_type: str) -> None:
 class OddLayer(LlamaDecoderLayer):
     """Reads an embedding of its own and what the layer before it left, and leaves something itself."""
 
+    keys_of: tuple[int, ...] = ()
+
     def forward(self, hidden_states: torch.Tensor, words: torch.Tensor, left: dict[str, Any], **given: Any) -> Any:  # type: ignore[override]
-        hidden_states = hidden_states + words * (left["state"][0].movedim(1, 2).flatten(2) if left else 1.0)
+        seen = left["state"][0].movedim(1, 2).flatten(2) if left else 1.0
+        hidden_states = hidden_states + words * (seen[..., :1] if left and self.keys_of else seen)
         hidden_states = super().forward(hidden_states, **given)
-        left["state"] = (self.mlp(hidden_states).unflatten(2, (4, -1)).movedim(2, 1),)
+        left["state"] = (self.state(hidden_states).movedim(2, 1),)
         return hidden_states, hidden_states.mean()
+
+    def state(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self.keys_of:
+            return self.mlp(hidden_states).unflatten(2, (4, -1))
+        return self.self_attn.k_proj(hidden_states).view(*hidden_states.shape[:2], *self.keys_of)
 
 
 class OddModel(LlamaModel):
@@ -298,6 +306,24 @@ def test_what_crosses_with_the_hidden_state_is_priced_at_each_cut() -> None:
     sliced = ParallelOptions(microbatches=4, sequence_parallel=True)
     with pytest.raises(PlanError, match="reads more of earlier stages than its hidden state, and whether that is sliced too"):
         resolve(spec_of(model), model, Layout(pp=2, tp=2, dp_shard=1), sliced, world_size=4)
+
+
+def test_what_crosses_on_a_rank_of_tp_is_what_its_slices_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of as many heads as the features are; of code that counts all heads, the plan does not know what a rank has."""
+
+    def states(tp: int) -> list[tuple[int, ...]]:
+        options = ParallelOptions(microbatches=4)
+        cut = resolve(spec_of(model := odd()), model, Layout(pp=2, tp=tp, dp_shard=1), options, world_size=2 * tp).cut
+        assert cut is not None
+        return [sizes for sizes, after, _ in cut.carried if after >= 0]
+
+    assert states(1) == states(2) == [(ROWS, 4, POSITIONS, 8)] * 3
+    monkeypatch.setattr(OddLayer, "keys_of", (-1, 8))
+    assert (states(1), states(2)) == ([(ROWS, 4, POSITIONS, 8)] * 3, [(ROWS, 2, POSITIONS, 8)] * 3)
+    monkeypatch.setattr(OddLayer, "keys_of", (4, 8))
+    assert states(1) == [(ROWS, 4, POSITIONS, 8)] * 3
+    with pytest.raises(PlanError, match=r"'model.layers.1' reads more of an earlier layer.* is not known; legal are tp=1, "):
+        states(2)
 
 
 def test_what_does_not_run_in_parts_is_refused() -> None:

@@ -183,6 +183,37 @@ def test_refusals() -> None:
         ParallelOptions(pipeline_schedule="2f2b")  # type: ignore[arg-type]
 
 
+def test_a_backward_that_cannot_be_halved_is_refused() -> None:
+    """A layer of Gemma 3n uses the weight of a router twice. The first stage runs both halves at once."""
+    for schedule in ("interleaved_zero_bubble", "zbv", "dualpipe_v"):
+        with refuses(PlanError, "pp.split_backward"):
+            planned("gemma3n_text", pipeline_schedule=schedule)
+    text = refusal(family="gemma3n_text", pipeline_schedule="zbv")
+    assert text.startswith("pipeline_schedule=zbv splits backward, and of stage 1 the half for weights needs what the half for")
+    assert text.endswith("legal are gpipe, 1f1b, interleaved_1f1b")
+    for schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+        planned("gemma3n_text", pipeline_schedule=schedule)
+    model = tiny_model("gemma3n_text", meta=True)
+    for name, parameter in model.named_parameters():  # what is not trained is in no half
+        parameter.requires_grad_("altup" not in name)
+    chosen = ParallelOptions(microbatches=8, pipeline_schedule=PipelineSchedule.ZBV)
+    assert len(resolve(spec_of(model), model, TWO, chosen).stages) == 4
+    for name, parameter in model.named_parameters():  # nor has the first stage with a trained one halves
+        parameter.requires_grad_("layers.3." in name)
+    assert len(resolve(spec_of(model), model, TWO, chosen).stages) == 4
+
+
+def test_what_is_carried_has_the_heads_of_a_rank_of_tp() -> None:
+    """Keys and values do, but not the embeddings of layers, which are made before the first one."""
+    plan, sliced = planned("gemma3n_text"), planned("gemma3n_text", layout=Layout(pp=2, tp=2, dp_shard=1))
+    sizes = [[item[0] for item in own.cut.carried] for own in (plan, sliced) if own.cut is not None]
+    assert [size for size in sizes[0] if len(size) == 4] == [(-1, 2, -2, 8)] * 4
+    assert [size for size in sizes[1] if len(size) == 4] == [(-1, 1, -2, 8)] * 4
+    assert [size for size in sizes[0] if len(size) == 3] == [size for size in sizes[1] if len(size) == 3]
+    features = [crossing_shape(own, 1, 1, 64)[-1] for own in (plan, sliced)]
+    assert features[0] - features[1] == 4 * 8  # keys and values of two layers, each of one head less
+
+
 def test_only_the_outputs_of_the_model_are_cast() -> None:
     """A hidden state is sent in the dtype of compute."""
     plan = planned(output_dtype="float32")

@@ -1,6 +1,7 @@
 """The traces of a causal language model of transformers: each question has a module of its own beside this one."""
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,13 +11,15 @@ from meshwright.models.reading.fused_matrices import trace_fused
 from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
 from meshwright.models.reading.pipeline.cut_trace import trace_stages
+from meshwright.models.reading.pipeline.halved_backward import halves_backward
+from meshwright.models.reading.pipeline.traced_slices import trace_carried
 from meshwright.models.reading.router_choices import count_choices
 from meshwright.models.reading.tensor.mixer_parameters import trace_mixer_parameters
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
 from meshwright.plan.given.attentions import Attentions
 from meshwright.plan.given.context.mixer_shares import MixerShare
-from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.cut_points import Carried, RankSlices, StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ExpertsRule
 from meshwright.plan.given.traces import HeadFacts, RegionFacts, Traces
@@ -43,6 +46,7 @@ class ModelTraces(Traces):
         self.model, self.experts, self.counts_runs = model, experts, counts_runs
         self._mixers: dict[int, Mapping[str, MixerShare]] = {}
         self._mixer_parameters: dict[int, Mapping[str, tuple[str, ...]]] = {}
+        self._halves: dict[tuple[frozenset[str], str, str], bool] = {}
         self._found: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def _once(self, question: str, layers: Sequence[str], trace: Callable[..., T]) -> T:
@@ -87,6 +91,19 @@ class ModelTraces(Traces):
     def stages(self, layers: Sequence[str]) -> StageFacts:
         """See :func:`~meshwright.models.reading.pipeline.cut_trace.trace_stages`."""
         return self._once("stages", layers, trace_stages)
+
+    def carried(self, layers: Sequence[str], slices: RankSlices) -> tuple[Carried, ...] | None:
+        """See :func:`~meshwright.models.reading.pipeline.traced_slices.trace_carried`."""
+        return self._once(
+            f"carried {slices}", layers, lambda model, layers, experts: trace_carried(model, layers, experts, slices)
+        )
+
+    def halves_backward(self, layers: Sequence[str], trained: AbstractSet[str], first: str, last: str) -> bool:
+        """See :func:`~meshwright.models.reading.pipeline.halved_backward.halves_backward`."""
+        key = (frozenset(trained), first, last)
+        if key not in self._halves:
+            self._halves[key] = halves_backward(self.model, self.stages(layers), self.experts, *key)
+        return self._halves[key]
 
     def regions(self, layers: Sequence[str]) -> RegionFacts:
         """See :func:`~meshwright.models.reading.tensor.regions.trace_regions`."""

@@ -11,6 +11,7 @@ __all__ = [
     "LayerFacts",
     "LeadingFacts",
     "Path",
+    "RankSlices",
     "StageFacts",
     "carried_over",
     "entering_shape",
@@ -132,3 +133,18 @@ class StageFacts:
     blank: tuple[str, ...] = ()
     passes: int = 1
     canvas: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class RankSlices:
+    """What a rank of `tp` has of a model where each has other features.
+
+    Attributes:
+        parameters: first name of each parameter of which it stores a slice, to the shape of that.
+        entering: number of features that enter a module, of those that are sliced before it.
+        leaving: number of features that leave a module, where its own parameters do not tell it.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    entering: Mapping[str, int]
+    leaving: Mapping[str, int]

@@ -1,11 +1,12 @@
 """What is read from a model by calling it once without values: the facts that no name, shape or config states."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from meshwright.plan.given.attentions import Attentions
 from meshwright.plan.given.context.mixer_shares import MixerShare
-from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.cut_points import Carried, RankSlices, StageFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.update.matrices import Apart
 
@@ -146,6 +147,26 @@ class Traces:
     def stages(self, layers: Sequence[str]) -> StageFacts | None:
         """Where the model can be cut into pipeline stages, for the names of its layers; ``None``: unknown."""
         return None
+
+    def carried(self, layers: Sequence[str], slices: RankSlices) -> tuple[Carried, ...] | None:
+        """What crosses cuts beside the hidden state on a rank of `tp`, for the names of the layers that run; ``None``: unknown.
+
+        Args:
+            layers: their names, in the order in which they run.
+            slices: what the rank has of the model.
+        """
+        return None
+
+    def halves_backward(self, layers: Sequence[str], trained: AbstractSet[str], first: str, last: str) -> bool:
+        """Whether the backward of a stage can be halved. It is so if that is unknown.
+
+        Args:
+            layers: names of all layers.
+            trained: first names of the parameters that have a gradient.
+            first: the first layer of the stage, which is not the model's first.
+            last: its last layer.
+        """
+        return True
 
     def regions(self, layers: Sequence[str]) -> RegionFacts | None:
         """Which modules need the whole sequence, if no ``Structure`` says it; ``None``: unknown."""

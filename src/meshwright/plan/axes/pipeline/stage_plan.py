@@ -7,12 +7,15 @@ sequence at a cut, tied weights, dtypes, decay) is decided once.
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from math import prod
 
 from meshwright.errors import Problems, coded, number_of
+from meshwright.plan.axes.pipeline.carried_slices import carried_on_slices
+from meshwright.plan.axes.pipeline.schedule_checks import halving_problems, schedule_problems
 from meshwright.plan.axes.pipeline.where_to_cut import costs_of_layers, least_cuts
 from meshwright.plan.draft import Draft, Found, Stages
-from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
+from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.given.cut_points import StageFacts, entering_shape
 from meshwright.plan.given.names import nearest, within
 from meshwright.plan.given.options import ParallelOptions
@@ -79,11 +82,13 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
     if draft.spec.twins:
         problems.add("pp.twice", f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
         return Found(none, problems)
-    problems.extend(_sliced_problems(draft, facts))
+    carried = carried_on_slices(draft, facts)
+    facts = replace(facts, carried=carried.value)
+    problems.extend(carried.problems)
     schedule = options.pipeline_schedule
     each = options.stages_per_rank or (1 if schedule.single else 2)
     count, layers = pp * each, [layer.name for layer in facts.layers]
-    problems.extend(_schedule_problems(options, pp, each))
+    problems.extend(schedule_problems(options, pp, each))
     if count > len(layers):
         problems.add(
             "pp.layers",
@@ -117,20 +122,9 @@ def resolve_stages(draft: Draft) -> Found[Stages]:
         StageRow(index, _rank_of(index, pp, schedule), tuple(layers[begin:end]), sum(costs[begin:end]) / total)
         for index, (begin, end) in enumerate(zip(begins, (*begins[1:], len(layers)), strict=True))
     )
-    return Found(_stages(draft, facts, rows), problems)
-
-
-def _sliced_problems(draft: Draft, facts: StageFacts) -> Problems:
-    """Return why slices of the sequence do not cross cuts: only those of the hidden state are known."""
-    problems = Problems()
-    if draft.options.sequence_parallel and draft.layout.size("tp") > 1 and facts.carried:
-        reader = facts.layers[facts.carried[0][2][-1][0]].name
-        problems.add(
-            "pp.reads_more",
-            f"sequence_parallel=True, pp={draft.layout.size('pp')}: layer {reader!r} reads more of earlier stages than its "
-            "hidden state, and whether that is sliced too is not known; legal are sequence_parallel=False, and pp=1",
-        )
-    return problems
+    stages = _stages(draft, facts, rows)
+    problems.extend(halving_problems(draft, stages))
+    return Found(stages, problems)
 
 
 def _several_passes(draft: Draft, facts: StageFacts) -> Found[Stages]:
@@ -156,7 +150,7 @@ def _several_passes(draft: Draft, facts: StageFacts) -> Found[Stages]:
     if pp > numbers:
         problems.add("pp.layers", f"pp={pp}: {number_of(numbers, 'layer')} make at most {number_of(numbers, 'stage')}")
     if not problems:
-        problems.extend(_schedule_problems(options, pp, passes))
+        problems.extend(schedule_problems(options, pp, passes))
     if draft.problems or problems:
         return Found(Stages(), problems)
     costs, sizes = costs_of_layers(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
@@ -189,44 +183,6 @@ def _stages(draft: Draft, facts: StageFacts, rows: tuple[StageRow, ...]) -> Stag
 
 def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
     return 2 * pp - 1 - stage if schedule.is_v_shaped and stage >= pp else stage % pp
-
-
-def _schedule_problems(options: ParallelOptions, pp: int, each: int) -> Problems:
-    schedule, runs, microbatches = options.pipeline_schedule, options.runs_per_step, options.microbatches
-    problems = Problems()
-    single = schedule.single
-    if each != (1 if single else 2) and (single or schedule.is_v_shaped):
-        problems.add(
-            "pp.stages_per_rank", f"stages_per_rank={each}: pipeline_schedule={schedule} has {1 if single else 2} on each rank"
-        )
-    elif not single and each < 2:
-        problems.add("pp.stages_per_rank", f"stages_per_rank={each}: pipeline_schedule={schedule} needs at least 2")
-    if runs < 1 or microbatches % runs:
-        legal = ", ".join(str(number) for number in range(1, microbatches + 1) if microbatches % number == 0)
-        problems.add(
-            "pp.microbatches",
-            f"runs_per_step={runs}: {number_of(microbatches, 'microbatch')} cannot be divided by {runs}; legal are {legal}",
-        )
-    elif not schedule.takes(pp, microbatches // runs):
-        numbers = [str(number) for number in range(1, 4 * pp * each + 1) if schedule.takes(pp, number)]
-        problems.add(
-            "pp.microbatches",
-            f"pipeline_schedule={schedule}: a run has {number_of(microbatches // runs, 'microbatch')} (global_batch_size over "
-            f"microbatch_size, data ranks and runs_per_step); with pp={pp} legal are {', '.join(numbers[:8])}, ...",
-        )
-    if schedule.splits and options.compile:
-        problems.add(
-            "pp.split_backward",
-            f"compile=True: pipeline_schedule={schedule} splits backward, which torch cannot do with compiled layers",
-        )
-    modes = {options.activation_checkpointing, *options.activation_checkpointing_layers.values()}
-    if schedule.splits and modes != {ActivationCheckpointing.NONE}:
-        problems.add(
-            "pp.split_backward",
-            f"activation_checkpointing: pipeline_schedule={schedule} splits backward, and each half would recompute; legal are "
-            "activation_checkpointing=none, and gpipe, 1f1b, interleaved_1f1b",
-        )
-    return problems
 
 
 # -- what a stage has --------------------------------------------------------------------------------------------------------
