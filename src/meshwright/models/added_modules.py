@@ -18,8 +18,8 @@ from meshwright.distributed.class_names import class_name
 from meshwright.errors import Problems
 from meshwright.models.weights.initial_values import derive_seed, initialize
 from meshwright.plan.given.attentions import Attentions
-from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ParallelSpec, UnitRule
 from meshwright.plan.given.traces import HeadFacts, RegionFacts, Traces

@@ -4,7 +4,7 @@ A pass is a function that takes a draft and returns what it found (:class:`Found
 was found into the next draft.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,10 +13,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from meshwright.errors import MissingPlanError, PlanError, Problems, Refusal
 from meshwright.layout import Layout
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
-from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
 from meshwright.plan.given.names import generalize, match_names, without_repetition
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ParallelSpec, Structure
 from meshwright.plan.result.program import Cut
@@ -182,6 +182,17 @@ class Draft:
     def traced_pairs(self) -> Pairs | None:
         """What a trace of the model found about its linear layers; ``None``: it cannot be traced."""
         return self.model.traces.pairs(self.layers) if self.layers else None
+
+    @cached_property
+    def _answers(self) -> dict[Callable[..., Any], Any]:
+        return {}
+
+    def once(self, question: Callable[["Draft"], T]) -> T:
+        """Return what a function finds of this draft. It is called once; nobody changes what it returns."""
+        if question not in self._answers:
+            self._answers[question] = question(self)
+        found: T = self._answers[question]
+        return found
 
     @property
     def pairs(self) -> Pairs:

@@ -1,6 +1,7 @@
 """How the ranks of `tp` share mixers: where each parameter is, what is sent, and why some mixers stay whole."""
 
 from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -14,9 +15,11 @@ from meshwright.models.reading.context.mixer_calls import MixerCalls
 from meshwright.models.reading.context.mixers_of_model import DRAWS
 from meshwright.models.reading.tensor.mixer_parameters import _differentiated
 from meshwright.models.specs.registry import spec_of
+from meshwright.plan.axes.tensor import channels
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
-from meshwright.plan.given.context.mixer_shares import MixerShare
+from meshwright.plan.draft import Draft
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import MixChannels
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -42,6 +45,21 @@ def of_mixer(plan: ShardingPlan) -> dict[str, tuple[str | None, int]]:
     begin = "backbone.layers.1.mixer."
     rows = [row for row in plan.parameters if row.name.startswith(begin)]
     return {row.name.removeprefix(begin): (row.tp_style, prod(row.local_shape)) for row in rows}
+
+
+def test_how_mixers_are_shared_is_asked_once_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each layer, nor for each matrix of one."""
+    needs_norm_of_groups("mamba2")
+    seen: list[Draft] = []
+    asked = channels._shared_mixers
+
+    def noted(draft: Draft) -> Mapping[str, MixerShare]:
+        seen.append(draft)
+        return asked(draft)
+
+    monkeypatch.setattr(channels, "_shared_mixers", noted)
+    assert of_mixer(planned(made("mamba", state_size=4)))
+    assert 1 <= len(seen) == len({id(draft) for draft in seen})
 
 
 def test_channels_of_mamba_1() -> None:

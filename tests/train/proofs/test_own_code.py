@@ -44,14 +44,18 @@ def files_that_run(device: torch.device, case: Case) -> set[str]:
     return {Path(name).relative_to(ROOT).as_posix() for name in called if name.startswith(f"{ROOT}/")}
 
 
-@pytest.mark.parametrize("label", ["tp 2 seq", "cp 2", "ep 2", "pp 2"])
-def test_what_carries_a_plan_out_counts(label: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "label"),
+    [*(("qwen3_moe", label) for label in ("tp 2 seq", "cp 2", "ep 2", "pp 2")), ("nemotron_h", "cp 2")],
+)
+def test_what_carries_a_plan_out_counts(family: str, label: str, tmp_path: Path) -> None:
     place = next(place for place in LAYOUTS if place.label == label)
-    case = family_case("qwen3_moe", place, VARIANTS[0], tmp_path)
+    case = family_case(family, place, VARIANTS[0], tmp_path, packing="pack" if family == "qwen3_moe" else "pad")
     with Pool(place.world_size) as pool:
         ran = set().union(*pool.run(files_that_run, case))
     axes = claim_of(make_setup(case.config, place.world_size)).axes
-    counted = set(own_code.files_that_count({*axes, "experts"}, "meshwright.models.specs.derived"))
+    strategy = "meshwright.models.families.nemotron_h" if family == "nemotron_h" else "meshwright.models.specs.derived"
+    counted = set(own_code.files_that_count({*axes, "experts"}, strategy))
     performs = {path for path in ran if path.startswith(("distributed/", "models/", "train/", "layout"))}
     assert any(path.startswith("distributed/") for path in performs)
     # Decided and checked before a process starts, read, or printed.

@@ -14,9 +14,7 @@ The gradient of a slice is that of the whole parameter, with zeros beside it. Th
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import dataclass
-from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -28,10 +26,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from meshwright.distributed.context.sequence_moves import exchange_for_heads, exchange_for_positions, gather_positions
 from meshwright.distributed.context.take_before import refuse_parts
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.tensor.mixer_numbers import numbers_of_rank
 from meshwright.distributed.tensor.moves import enter, leave
 from meshwright.plan.axes.context.sharing import positions_of
-from meshwright.plan.given.context.mixer_shares import MixerShare, blocks_of
 from meshwright.plan.given.hidden_argument import value_of, with_argument
+from meshwright.plan.given.sequence.mixer_shares import MixerShare, blocks_of
 from meshwright.plan.result.context.heads_action import ShareHeads
 
 __all__ = ["share_heads"]
@@ -47,8 +46,9 @@ def share_heads(model: nn.Module, action: ShareHeads, mesh: ParallelMesh) -> Non
     """Replace the forward of a mixer, on its instance, by one that computes the heads of this rank."""
     mixer, group = model.get_submodule(action.module), mesh[action.axis].get_group()
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    numbers = numbers_of_rank(mixer, action.row.values)
     # A compiled layer breaks its graph here: what is exchanged in which order is no tensor.
-    mixer.forward = torch.compiler.disable(_Mixer(mixer, mixer.forward, action, group, ranks, rank))
+    mixer.forward = torch.compiler.disable(_Mixer(mixer, mixer.forward, action, group, ranks, rank, numbers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ class _Mixer:
     group: dist.ProcessGroup
     ranks: int
     rank: int
+    numbers: Sequence[tuple[nn.Module, Mapping[str, Any]]]
 
     @property
     def share(self) -> MixerShare:
@@ -178,22 +179,6 @@ class _Mixer:
 
         return run
 
-    def _numbers(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """Return the numbers of this rank's heads: of modules, and of configs, of which modules get a copy."""
-        found: list[tuple[nn.Module, dict[str, Any]]] = []
-        configs: dict[int, Any] = {}
-        for name, value in self.share.values:
-            place, _, own = name.rpartition(".")
-            holder = reduce(getattr, place.split("."), self.mixer) if place else self.mixer
-            if isinstance(holder, nn.Module):
-                found.append((holder, {own: value}))
-            else:
-                vars(configs.setdefault(id(holder), copy(holder)))[own] = value
-        for module in self.mixer.modules() if configs else ():
-            held = {key: configs[id(config)] for key, config in vars(module).items() if id(config) in configs}
-            found += [(module, held)] if held else []
-        return found
-
     @contextmanager
     def _of_rank(self) -> Iterator[None]:
         """Inside, parameters and buffers are this rank's slices, and numbers are those of its heads."""
@@ -205,11 +190,10 @@ class _Mixer:
             parts = [held[own].narrow(dim, some.start, len(some)) for some in blocks_of(pieces, self.ranks, self.rank)]
             changes.append((held, own, parts[0] if len(parts) == 1 else torch.cat(parts, dim)))
         before = [(held, own, held[own]) for held, own, _ in changes]
-        numbers = self._numbers()
         try:
             for held, own, value in changes:
                 held[own] = value
-            with _values(numbers):
+            with _values(self.numbers):
                 yield
         finally:
             for held, own, value in before:

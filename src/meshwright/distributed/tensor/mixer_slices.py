@@ -6,7 +6,6 @@ modules in it that it does not call, such as the weight of a convolution. While 
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.tensor.mixer_numbers import numbers_of_rank
 from meshwright.distributed.tensor.moves import enter
-from meshwright.plan.given.context.mixer_shares import blocks_of
+from meshwright.plan.given.sequence.mixer_shares import blocks_of
 from meshwright.plan.result.mixer_action import MixChannels
 
 __all__ = ["mix_channels"]
@@ -29,13 +29,13 @@ def mix_channels(model: nn.Module, action: MixChannels, mesh: ParallelMesh) -> N
     compute with slices (:class:`~meshwright.plan.result.program.Compute`) around this.
     """
     mixer, group = model.get_submodule(action.module), mesh[action.axis].get_group()
-    inner = mixer.forward
+    inner, numbers = mixer.forward, numbers_of_rank(mixer, action.values)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(_parts(mixer, action, group))
-            for held, values in _numbers(mixer, action):
-                stack.enter_context(_replaced(held, values))
+            for module, values in numbers:
+                stack.enter_context(_replaced(vars(module), values))
             # Only in training are there kernels that compute all of a mixer at once, its matrices included.
             stack.enter_context(_replaced(vars(mixer), {"training": False}))
             return inner(*args, **kwargs)
@@ -63,23 +63,6 @@ def _parts(mixer: nn.Module, action: MixChannels, group: dist.ProcessGroup) -> I
             held, own = _place(mixer, name)
             stack.enter_context(_replaced(held, {own: part}))
         yield
-
-
-def _numbers(mixer: nn.Module, action: MixChannels) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the attributes of each module and their values on this rank; of a config, modules get a copy with other numbers."""
-    configs: dict[int, Any] = {}
-    for name, value in action.values:
-        place, _, own = name.rpartition(".")
-        holder, _, attribute = place.rpartition(".")
-        config = vars(mixer.get_submodule(holder)).get(attribute) if attribute else None
-        if config is None:
-            yield vars(mixer.get_submodule(place)), {own: value}
-        else:
-            vars(configs.setdefault(id(config), copy(config)))[own] = value
-    for module in mixer.modules() if configs else ():
-        held = {key: configs[id(config)] for key, config in vars(module).items() if id(config) in configs}
-        if held:
-            yield vars(module), held
 
 
 def _place(mixer: nn.Module, name: str) -> tuple[dict[str, Any], str]:

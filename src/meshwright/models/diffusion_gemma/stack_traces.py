@@ -23,8 +23,8 @@ from meshwright.models.reading.model_traces import ModelTraces
 from meshwright.models.reading.tracing import Attention, attributes, traced
 from meshwright.models.specs.derived import base_of_peft
 from meshwright.plan.given.attentions import Attentions, unknown_argument
-from meshwright.plan.given.context.canvas_facts import CanvasFacts
 from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.sequence.canvas_facts import CanvasFacts
 from meshwright.plan.given.spec import ExpertsRule
 from meshwright.plan.given.traces import RegionFacts
 

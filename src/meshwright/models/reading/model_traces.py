@@ -18,8 +18,8 @@ from meshwright.models.reading.tensor.mixer_parameters import trace_mixer_parame
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
 from meshwright.plan.given.attentions import Attentions
-from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.cut_points import Carried, RankSlices, StageFacts
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ExpertsRule
 from meshwright.plan.given.traces import HeadFacts, RegionFacts, Traces

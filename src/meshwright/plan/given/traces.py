@@ -5,8 +5,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from meshwright.plan.given.attentions import Attentions
-from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.cut_points import Carried, RankSlices, StageFacts
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.update.matrices import Apart
 

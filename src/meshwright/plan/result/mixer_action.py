@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.plan.given.context.mixer_shares import Pieces
+from meshwright.plan.given.sequence.mixer_shares import Pieces
 
 __all__ = ["MixChannels"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import within
 from meshwright.plan.given.options import DTYPES, NF4, NF4_BLOCK, ParallelOptions
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.result.action_values import describe, read_action, read_row, read_tuples, values_of
 from meshwright.plan.result.context.canvas_rows import CanvasRow
 from meshwright.plan.result.differences import PlanDifference, field_differences, row_differences

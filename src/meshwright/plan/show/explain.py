@@ -20,8 +20,8 @@ from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
-from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import generalize
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.result.action_values import describe
 from meshwright.plan.result.context.canvas_rows import CanvasRow
 from meshwright.plan.result.sharding_plan import (

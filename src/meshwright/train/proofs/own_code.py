@@ -28,7 +28,7 @@ _DOES_NOT_COUNT = (
 
 _CONCERNS = {
     "tensor": ("tp", "ep"), "context": ("cp",), "pipeline": ("pp",), "pipelined": ("pp",), "experts": ("experts",),
-    "adapters": ("adapter",), "with_adapters": ("adapter",),
+    "adapters": ("adapter",), "with_adapters": ("adapter",), "mixer_shares": ("cp", "tp"), "canvas_facts": ("cp",),
 }  # fmt: skip
 """Name of a module or folder to what a run must have, one of them, so that it counts. What is not here always counts."""
 
@@ -36,8 +36,10 @@ _ALWAYS = ("distributed/context/sequences.py", "distributed/pipeline/stage_parts
 """Paths of files that runs without the axis use too."""
 
 
-_OF_MIXERS = ("models/reading/context/", "plan/given/context/")
-"""Beginnings of the paths of files by which tensor parallel, too, knows how heads of mixers divide."""
+_OF_MIXERS = {
+    "tp": ("models/reading/context/",), "cp": ("distributed/tensor/mixer_numbers.py", "distributed/tensor/moves.py"),
+}  # fmt: skip
+"""Axis to beginnings of the paths of files of another axis by which it, too, divides the heads of mixers."""
 
 
 def files_that_count(concerns: Collection[str], strategy: str) -> Iterator[str]:
@@ -54,7 +56,7 @@ def files_that_count(concerns: Collection[str], strategy: str) -> Iterator[str]:
         if not path.startswith(_COUNTS) or path.startswith(_DOES_NOT_COUNT):
             continue
         needed = [_CONCERNS[part] for part in parts if part in _CONCERNS]
-        known = path in _ALWAYS or ("tp" in concerns and path.startswith(_OF_MIXERS))
+        known = path in _ALWAYS or any(axis in concerns and path.startswith(some) for axis, some in _OF_MIXERS.items())
         if not known and any(not set(some) & set(concerns) for some in needed):
             continue
         is_family = parts[:2] == ("models", "families") and parts[-1] not in ("family", "listed")

@@ -21,7 +21,7 @@ from torch import nn
 
 from meshwright.models.reading.context.mixer_calls import MixerCalls, counting
 from meshwright.models.reading.context.mixer_roles import Roles, roles_of, said
-from meshwright.plan.given.context.mixer_shares import MixerShare, Pieces, blocks_of, entries_of
+from meshwright.plan.given.sequence.mixer_shares import MixerShare, Pieces, blocks_of, entries_of
 
 __all__ = ["divide"]
 

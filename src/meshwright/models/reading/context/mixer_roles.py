@@ -23,7 +23,7 @@ class Roles:
 
     Attributes:
         openings: those whose outputs are mixed along the sequence, in the order in which they run.
-        paths: for each of them, see :class:`~meshwright.plan.given.context.mixer_shares.MixerShare`.
+        paths: for each of them, see :class:`~meshwright.plan.given.sequence.mixer_shares.MixerShare`.
         closings: the one after what is mixed; then the modules that run between, the last one first.
         inner: the linear layers that run between, on what is mixed along the sequence.
         read: the linear layers that do not run: the mixer's own code reads their matrices.

@@ -20,15 +20,15 @@ from meshwright.models.reading.context.mixer_calls import MixerCalls
 from meshwright.models.reading.context.mixer_heads import divide
 from meshwright.models.reading.context.tokens_before import tokens_before
 from meshwright.models.reading.tracing import Inputs, Tracer, traced
-from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.hidden_argument import hidden_argument
 from meshwright.plan.given.names import holder_of
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.given.spec import ExpertsRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["trace_mixers"]
+__all__ = ["DRAWS", "CallTracer", "trace_mixers"]
 
 DRAWS = (0.1, -0.5)
 """The smallest value of each draw: all positive, and of both signs."""
@@ -37,7 +37,7 @@ _PLACE = ("layer_idx", "layer_id", "layer_index")
 """Attributes that say where a module is, and not what it computes with."""
 
 
-class _CallTracer(Tracer):
+class CallTracer(Tracer):
     """Notes what some modules are called with."""
 
     def __init__(self, wanted: Sequence[str], inputs: Inputs) -> None:
@@ -65,7 +65,7 @@ def trace_mixers(
     names = [name for name, _ in states]
     movers = {name: _without_parameters(model.get_submodule(name), name) for name in names}
     wanted = [*names, *(mover for own in movers.values() for mover in own)]
-    tracer, why = traced(model, experts, partial(_CallTracer, wanted), (None, "cpu", "meta"))
+    tracer, why = traced(model, experts, partial(CallTracer, wanted), (None, "cpu", "meta"))
     if tracer is None:
         return {name: MixerShare(name, problem=f"its forward cannot be traced without values ({why})") for name in names}
     shares: dict[str, MixerShare] = {}
@@ -91,7 +91,7 @@ def _without_parameters(mixer: nn.Module, name: str) -> list[str]:
     ]
 
 
-def _share(model: "PreTrainedModel", name: str, movers: Sequence[str], tracer: _CallTracer, ranks: int) -> MixerShare:
+def _share(model: "PreTrainedModel", name: str, movers: Sequence[str], tracer: CallTracer, ranks: int) -> MixerShare:
     """Return how ranks share one mixer: each has the tokens before its own, or some heads for all tokens."""
     module = model.get_submodule(name)
     before, width = _before(model, name, tracer)
@@ -124,7 +124,7 @@ def _share(model: "PreTrainedModel", name: str, movers: Sequence[str], tracer: _
     return problems[0]
 
 
-def _before(model: "PreTrainedModel", name: str, tracer: _CallTracer) -> tuple[int, int]:
+def _before(model: "PreTrainedModel", name: str, tracer: CallTracer) -> tuple[int, int]:
     """Return how many tokens before a token a module needs, and the features of each; 0: none, or more than a few."""
     module, calls = model.get_submodule(name), tracer.calls.get(name, [])
     if len(calls) != 1:

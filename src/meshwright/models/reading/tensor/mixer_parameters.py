@@ -11,29 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.models.reading.context.mixer_calls import MixerCalls, linear_layers
-from meshwright.models.reading.context.mixers_of_model import DRAWS
-from meshwright.models.reading.tracing import Inputs, Tracer, traced
-from meshwright.plan.given.context.mixer_shares import MixerShare
+from meshwright.models.reading.context.mixers_of_model import DRAWS, CallTracer
+from meshwright.models.reading.tracing import traced
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.given.spec import ExpertsRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["trace_mixer_parameters"]
-
-
-class _CallTracer(Tracer):
-    """Notes what some modules are called with first."""
-
-    def __init__(self, wanted: Sequence[str], inputs: Inputs) -> None:
-        super().__init__(inputs)
-        self.wanted = frozenset(wanted)
-        self.calls: dict[str, tuple[Any, Any]] = {}
-
-    def enter(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Note a call."""
-        if name in self.wanted:
-            self.calls.setdefault(name, (args, kwargs))
 
 
 def trace_mixer_parameters(
@@ -49,7 +35,7 @@ def trace_mixer_parameters(
         shares: how heads of the mixers divide. Those with a problem are left out.
     """
     wanted = [name for name, share in shares.items() if not share.problem and not share.after]
-    tracer, _ = traced(model, experts, partial(_CallTracer, wanted), (None, "cpu", "meta")) if wanted else (None, "")
+    tracer, _ = traced(model, experts, partial(CallTracer, wanted), (None, "cpu", "meta")) if wanted else (None, "")
     found: dict[str, tuple[str, ...]] = {}
     known: dict[str, tuple[str, ...] | None] = {}
     for name in wanted if tracer is not None else ():
@@ -57,7 +43,7 @@ def trace_mixer_parameters(
         kind = repr((type(module), [(own, tuple(item.shape)) for own, item in module.named_parameters()], shares[name]))
         kind = kind.replace(repr(name), "")
         if kind not in known and tracer is not None and name in tracer.calls:
-            known[kind] = _used_by_all(model, shares[name], tracer.calls[name])
+            known[kind] = _used_by_all(model, shares[name], tracer.calls[name][0])
         if (own := known.get(kind)) is not None:
             found[name] = own
     return found

@@ -22,16 +22,13 @@ from meshwright.layout import divisors
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import ContextBalance
-from meshwright.plan.given.context.mixer_shares import MixerShare
 from meshwright.plan.given.names import inside, without_repetition
+from meshwright.plan.given.sequence.mixer_shares import MOST_TRIED, MixerShare
 from meshwright.plan.result.context.before_action import TakeTokensBefore
 from meshwright.plan.result.context.heads_action import ShareHeads
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow, itemsize
 
 __all__ = ["crossing_features", "elements_before", "mixer_actions", "mixer_bytes", "mixer_counts", "resolve_mixers"]
-
-_MOST_TRIED = 16
-"""The largest number of ranks that is looked at to name legal ones."""
 
 
 def resolve_mixers(draft: Draft) -> Found[tuple[MixerShare, ...]]:
@@ -80,9 +77,7 @@ def _refusal(draft: Draft, share: MixerShare, mixes: str) -> Refusal:
     """Return why a mixer cannot be shared by so many ranks, with the numbers of ranks that can."""
     legal = [1]
     if share.features:
-        tried = [
-            ranks for ranks in divisors(share.features[0]) if 1 < ranks <= _MOST_TRIED and ranks != draft.layout.size("cp")
-        ]
+        tried = [ranks for ranks in divisors(share.features[0]) if 1 < ranks <= MOST_TRIED and ranks != draft.layout.size("cp")]
         legal += [ranks for ranks in tried if not draft.model.traces.mixers(ranks)[share.module].problem]
     text = coded(mixes, "cp.state")
     code = text.code if len(legal) == 1 else "cp.heads"

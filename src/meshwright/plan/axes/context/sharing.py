@@ -22,9 +22,9 @@ from meshwright.plan.axes.context.model_computes import own_code_actions, own_co
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
-from meshwright.plan.given.context.canvas_facts import CanvasFacts
 from meshwright.plan.given.names import holder_of, without_repetition
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.sequence.canvas_facts import CanvasFacts
 from meshwright.plan.result.context.canvas_rows import CanvasRow, columns_of_rank
 from meshwright.plan.result.program import Action, Assign, Attend
 from meshwright.plan.result.sharding_plan import AttentionRow, ShardingPlan, itemsize

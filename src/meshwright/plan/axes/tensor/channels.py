@@ -21,14 +21,13 @@ from collections.abc import Iterator, Mapping
 
 from meshwright.plan.axes.tensor.styles import CHANNELS
 from meshwright.plan.draft import Draft
-from meshwright.plan.given.context.mixer_shares import MixerShare, Pieces
 from meshwright.plan.given.names import holder_of, within
+from meshwright.plan.given.sequence.mixer_shares import MOST_TRIED, MixerShare, Pieces
 from meshwright.plan.given.sliceable_pairs import Pair
 from meshwright.plan.result.mixer_action import MixChannels
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
 __all__ = [
-    "MOST_TRIED",
     "mixer_rows",
     "mixer_styles",
     "packed_sizes",
@@ -39,12 +38,13 @@ __all__ = [
     "whole_mixers",
 ]
 
-MOST_TRIED = 16
-"""The largest number of ranks that is looked at to name legal ones."""
 
-
-def shared_mixers(draft: Draft) -> dict[str, MixerShare]:
+def shared_mixers(draft: Draft) -> Mapping[str, MixerShare]:
     """Return how the ranks of `tp` divide each mixer that they share, by name."""
+    return draft.once(_shared_mixers)
+
+
+def _shared_mixers(draft: Draft) -> Mapping[str, MixerShare]:
     return {name: share for name, share in _shares(draft).items() if not _problem(draft, share, draft.layout.size("tp"))}
 
 

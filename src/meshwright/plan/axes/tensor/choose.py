@@ -11,7 +11,6 @@ from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
 from meshwright.plan.axes.tensor.channels import (
-    MOST_TRIED,
     mixer_styles,
     pairs_beside,
     problems_of_mixers,
@@ -37,6 +36,7 @@ from meshwright.plan.axes.tensor.styles import (
 from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
 from meshwright.plan.given.names import generalize, match_names, within
+from meshwright.plan.given.sequence.mixer_shares import MOST_TRIED
 from meshwright.plan.given.sliceable_pairs import Pair
 from meshwright.plan.given.spec import Structure
 from meshwright.plan.given.traces import RegionFacts

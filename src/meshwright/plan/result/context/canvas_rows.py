@@ -1,4 +1,4 @@
-"""Attentions over a canvas (:mod:`~meshwright.plan.given.context.canvas_facts`) in a plan with context parallel.
+"""Attentions over a canvas (:mod:`~meshwright.plan.given.sequence.canvas_facts`) in a plan with context parallel.
 
 The ranks of ``cp`` share the columns of a canvas as they share positions.
 """

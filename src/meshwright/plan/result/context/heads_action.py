@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from meshwright.plan.given.closed_choices import ContextBalance
-from meshwright.plan.given.context.mixer_shares import MixerShare
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 
 __all__ = ["ShareHeads"]
 

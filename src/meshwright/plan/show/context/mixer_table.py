@@ -7,7 +7,7 @@ from rich.table import Table
 
 from meshwright.errors import number_of
 from meshwright.plan.axes.context.mixers import crossing_features, elements_before, mixer_bytes
-from meshwright.plan.given.context.mixer_shares import MixerShare
+from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.show.summary import human_bytes
 

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["MixerShare", "Pieces", "blocks_of", "entries_of"]
+__all__ = ["MOST_TRIED", "MixerShare", "Pieces", "blocks_of", "entries_of"]
+
+MOST_TRIED = 16
+"""The largest number of ranks that is looked at to name legal ones."""
 
 Pieces = tuple[tuple[int, int], ...]
 """How entries are divided: (size, copies) of each piece of them, in order. A piece is cut into equal blocks, of which a block

@@ -1,1 +1,0 @@
-"""The facts of a model that only context parallel needs."""
