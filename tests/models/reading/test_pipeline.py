@@ -402,6 +402,17 @@ def test_a_model_is_cut_where_no_later_layer_reads_more_of_an_earlier_one() -> N
         stages(4)
 
 
+def test_a_model_with_a_module_in_two_places_is_not_changed() -> None:
+    """After a trace it held tensors without values in place of the parameters."""
+    model = tiny("llama", 4)
+    model.model.layers[3].mlp = model.model.layers[2].mlp
+    before = dict(model.named_parameters())
+    assert list(facts_of(model).uncut) == [3]
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(after[name] is own for name, own in before.items())
+
+
 def test_a_mask_has_the_rows_of_its_batch() -> None:
     """MVP checks the shape of its mask."""
     with torch.device("meta"):

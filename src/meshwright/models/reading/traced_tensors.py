@@ -1,12 +1,13 @@
 """Tensors of a trace: they have shapes and no values."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["meta_positions", "meta_tensors", "prime_length", "tensors_in"]
+__all__ = ["in_each_place", "meta_positions", "meta_tensors", "prime_length", "tensors_in"]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -23,6 +24,21 @@ def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a tensor without values for each parameter and buffer, by name; tied parameters are one tensor."""
     named = (model.named_parameters(), model.named_buffers())
     return {name: tensor.detach().to("meta") for some in named for name, tensor in some}
+
+
+def in_each_place(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors by all places of a model that hold them, each once: of a module in two places, by its first name.
+
+    ``functional_call`` would put the tensors of such a module in twice, and leave them there.
+    """
+    named = [own for find in (model.named_parameters, model.named_buffers) for own in find(remove_duplicate=False)]
+    given = {id(own): tensors[name] for name, own in named if name in tensors}
+    return {
+        f"{place}.{name}".removeprefix("."): given[id(own)]
+        for place, module in model.named_modules()
+        for name, own in (*module._parameters.items(), *module._buffers.items())
+        if id(own) in given
+    }
 
 
 def prime_length(model: nn.Module, above: int = 30) -> int:

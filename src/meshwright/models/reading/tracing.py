@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.model_code import place_of_error
-from meshwright.models.reading.traced_tensors import meta_positions, meta_tensors, prime_length, tensors_in
+from meshwright.models.reading.traced_tensors import in_each_place, meta_positions, meta_tensors, prime_length, tensors_in
 from meshwright.plan.given.hidden_argument import HIDDEN, forward_of, value_of
 from meshwright.plan.given.names import match_names
 from meshwright.plan.given.spec import ExpertsRule
@@ -264,7 +264,8 @@ def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], tracer: Tr
         stack.enter_context(attributes((module, {"forward": _pass_over}) for module in dict.fromkeys(mixtures)))
         if type(tracer).operator is not Tracer.operator:  # a mode takes time
             stack.enter_context(mode)
-        return torch.func.functional_call(model, dict(tensors), (), {**inputs, **tracer.arguments()})
+        given = {**inputs, **tracer.arguments()}
+        return torch.func.functional_call(model, in_each_place(model, tensors), (), given, tie_weights=False)
 
 
 def first_that_runs(attempt: Callable[[Any], Any], devices: Sequence[str | None] = MASK_DEVICES) -> tuple[Any, str]:
