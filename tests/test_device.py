@@ -90,19 +90,3 @@ def test_a_driver_that_runs_forbids_forks(monkeypatch: pytest.MonkeyPatch, answe
     assert device.start_method("cpu") == "spawn"
     monkeypatch.setattr(device, "count", lambda: 0)
     assert device.start_method("cpu") == "fork"
-
-
-def test_the_allocator_of_a_gpu_gets_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "count", lambda: 1)
-    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    monkeypatch.setattr("torch.accelerator.set_device_index", lambda index: None)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "max_split_size_mb:512")
-    device.claim("cuda", 0)
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    device.claim("cuda", 0)
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
-    device.claim("cuda", 0)
-    assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"

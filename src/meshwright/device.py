@@ -50,14 +50,12 @@ __all__ = [
     "total_memory",
 ]
 
-# Whoever asks torch for CUDA, such as each optimizer, would start the driver, which no fork survives; see start_method.
+# Whoever asks torch whether there is CUDA would start the driver, which no fork survives; see start_method.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 CPU = "cpu"
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Environment variables of a process that is to find no accelerator, so that it takes no memory of one."""
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables in which users set up the allocator: today's and the older one."""
 _NOT_INITIALIZED = 3
 """``CUDA_ERROR_NOT_INITIALIZED`` of CUDA's driver."""
 HOST_BACKEND = "gloo"
@@ -124,7 +122,7 @@ def _driver_runs() -> bool:
 
 @contextmanager
 def starting(kind: str) -> Iterator[None]:
-    """Inside, workers on a kind of device are started: those on the CPU find no accelerator."""
+    """Inside, workers on a kind of device are started. Those on the CPU find no CUDA, and load no other kind."""
     more = HIDDEN if kind == CPU else {}
     before = {name: os.environ.get(name) for name in more}
     os.environ.update(more)
@@ -136,7 +134,7 @@ def starting(kind: str) -> Iterator[None]:
 
 
 def claim(kind: str, local_rank: int) -> torch.device:
-    """Make a device the current one of this process, and return it. Its allocator gets segments that grow, unless it is set up.
+    """Make a device the current one of this process, and return it.
 
     Args:
         kind: kind of the device.
@@ -152,9 +150,6 @@ def claim(kind: str, local_rank: int) -> torch.device:
             "worker.device", f"workers on {kind}: there is none on this machine; legal here: {', '.join(_legal())}"
         )
     device = torch.device(kind, local_rank % count())
-    if kind == "cuda" and not os.environ.keys() & set(_ALLOCATOR):
-        # Without it a third of the memory of a step can be lost in holes between blocks; see docs/measurements.md.
-        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     torch.accelerator.set_device_index(device.index)
     return device
 

@@ -10,10 +10,13 @@ import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -479,3 +482,19 @@ def test_workers_on_the_cpu_beside_a_driver(monkeypatch: pytest.MonkeyPatch, run
         assert pool.run(seen) == [("", os.getpid())] * 2
         assert [type(worker.process).__name__ for worker in pool._workers] == [["Fork", "Spawn"][runs] + "Process"] * 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_a_script_without_a_guard_is_told_of_it(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from meshwright import device\nfrom meshwright.ranks.pool import Pool\nfrom tests.ranks.test_pool import who\n"
+        "device._driver_runs = lambda: True\nwith Pool(1) as pool:\n    pool.run(who)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, script],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
+    assert "must stand below `if __name__" in ended.stderr.splitlines()[-1]

@@ -24,11 +24,11 @@ from meshwright.audit.one_process.reference import Reference, record_reference
 from meshwright.audit.ranks import RankTrainer, audit_on_rank
 from meshwright.audit.ready import make_ready
 from meshwright.audit.report import AuditReport, row_checks
-from meshwright.audit.result import RankResult
+from meshwright.audit.result import RankResult, digest_of
 from meshwright.audit.small_routes import Routes, fit_routes, without_routes
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
 from meshwright.device import Ability, able
-from meshwright.errors import ConfigError, MeshwrightError, Refusal, described
+from meshwright.errors import ConfigError, MeshwrightError, Refusal, WorkerError, described
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
@@ -194,6 +194,12 @@ class Auditor:
         folder, noise = self._reference(case, setup.layout.size("dp"), whole)
         reading, unread = self._reading(case, folder, setup, world_size) if whole else (case, "")
         ranks: list[RankResult] = self._pool(world_size).run(audit_on_rank, reading, folder, noise, tuple(plants), whole)
+        if any(result.plan != digest_of(setup.plan) for result in ranks):
+            raise WorkerError(
+                "audit.plan",
+                "ranks carried out another plan than this process has: what it registered (such as strategies) must be in a "
+                "module that workers import too, not in a notebook's cell or in a script's main",
+            )
         reference = Reference(folder)
         tolerances = Tolerances(setup.plan, case.dtype, reference, noise, case.steps)
         findings = diagnose(setup.plan, reference, ranks, tolerances)

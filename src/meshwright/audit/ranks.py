@@ -21,7 +21,7 @@ from meshwright.audit.data import whole_sequences
 from meshwright.audit.one_process.decay import decayed_by_optimizer
 from meshwright.audit.one_process.reference import Reference
 from meshwright.audit.precision import FLOORS
-from meshwright.audit.result import RankResult, placements_in_words
+from meshwright.audit.result import RankResult, digest_of, placements_in_words
 from meshwright.audit.timeline import Moment, divergences, sketch
 from meshwright.audit.tolerance import SQUARES, TOLERANCES, Tolerances
 from meshwright.checkpoint import state
@@ -86,7 +86,7 @@ class RankTrainer(AuditTrainer):
         self.folder = checkpoints
         self.reference, self.noise = reference, noise
         self.compiled = any(unit.compile for unit in self.setup.plan.units)
-        self.result = RankResult(self.rank, callbacks=notes_of(self))
+        self.result = RankResult(self.rank, callbacks=notes_of(self), plan=digest_of(self.setup.plan))
         stages = stages_of_rank(self.setup.plan, self.mesh.rank("pp"))
         self.plan, self.elsewhere = on_stages(self.setup.plan, stages), elsewhere(self.setup.plan, stages)
         self.copies = {row.name for row in self.plan.parameters if row.copies and row.stage not in stages}

@@ -1,5 +1,6 @@
 """What one rank recorded of an audit."""
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -7,9 +8,9 @@ from meshwright.audit.borders import BorderRow
 from meshwright.audit.causes.callback_notes import CallbackNotes
 from meshwright.audit.compare import Row
 from meshwright.audit.timeline import Divergence
-from meshwright.plan.result.sharding_plan import ParameterRow
+from meshwright.plan.result.sharding_plan import ParameterRow, ShardingPlan
 
-__all__ = ["RankResult", "placements_in_words"]
+__all__ = ["RankResult", "digest_of", "placements_in_words"]
 
 
 @dataclass
@@ -45,6 +46,7 @@ class RankResult:
         resumed: name of each tensor of a checkpoint to how far it is, on this rank, from where a new trainer ends that goes on
             from a checkpoint after the first step; ``loss`` to how far its losses are. Empty if that was not tried.
         callbacks: what the callbacks did.
+        plan: digest of the plan that the rank carried out, as of :func:`digest_of`.
         seconds: duration of the steps, with the comparisons.
     """
 
@@ -71,9 +73,15 @@ class RankResult:
     evaluation: float | None = None
     resumed: dict[str, float] = field(default_factory=dict)
     callbacks: CallbackNotes = field(default_factory=CallbackNotes)
+    plan: str = ""
     seconds: float = 0.0
 
 
 def placements_in_words(row: ParameterRow) -> str:
     """Return where the plan places a parameter, for people."""
     return " ".join(f"{axis}:{placement}" for axis, placement in row.placements) or "whole"
+
+
+def digest_of(plan: ShardingPlan) -> str:
+    """Return a digest of the rows of a plan: a worker without the user's own strategies would carry out another one."""
+    return hashlib.sha256(repr((plan.parameters, plan.units)).encode()).hexdigest()

@@ -7,6 +7,7 @@ are on the last stage of a pipeline, each is an FSDP unit of its own, and traces
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,11 +19,12 @@ from meshwright.distributed.class_names import class_name
 from meshwright.errors import Problems
 from meshwright.models.weights.initial_values import derive_seed, initialize
 from meshwright.plan.given.attentions import Attentions
-from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.cut_points import Carried, RankSlices, StageFacts
 from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ParallelSpec, UnitRule
 from meshwright.plan.given.traces import HeadFacts, RegionFacts, Traces
+from meshwright.plan.update.matrices import Apart
 
 __all__ = ["ADDED", "add_modules", "added_modules", "initialize_added", "module_problems", "without_added"]
 
@@ -143,11 +145,27 @@ class _WithAdded(Traces):
         used = {**facts.used, **dict.fromkeys(self.parameters, ("last",))}
         return replace(facts, trailing=(*facts.trailing, ADDED), used=used)
 
+    def carried(self, layers: Sequence[str], slices: RankSlices) -> tuple[Carried, ...] | None:
+        """See :class:`Traces`. Added modules are on the last stage, and nothing is carried from them."""
+        return self.alone.carried(layers, slices)
+
+    def halves_backward(self, layers: Sequence[str], trained: AbstractSet[str], first: str, last: str) -> bool:
+        """See :class:`Traces`."""
+        return self.alone.halves_backward(layers, trained, first, last)
+
     def regions(self, layers: Sequence[str]) -> RegionFacts | None:
         return self.alone.regions(layers)
 
     def pairs(self, layers: Sequence[str]) -> Pairs | None:
         return self.alone.pairs(layers)
+
+    def choices(self, routers: Mapping[str, int]) -> Mapping[str, int]:
+        """See :class:`Traces`."""
+        return self.alone.choices(routers)
+
+    def fused(self, layers: Sequence[str]) -> Mapping[str, Apart]:
+        """See :class:`Traces`."""
+        return self.alone.fused(layers)
 
 
 @contextmanager

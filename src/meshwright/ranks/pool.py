@@ -200,7 +200,14 @@ class Pool:
                 their_watch.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        error = self._error(self._gather(START))
+        endings = self._gather(START)
+        if method == "spawn" and any(ending.dead for ending in endings.values()):
+            raise WorkerError(
+                "worker.main",
+                "a worker ended before it began (see its lines above); beside a running driver, and on accelerators, workers "
+                'import the script that starts them, so what it does must stand below `if __name__ == "__main__":`',
+            )
+        error = self._error(endings)
         if error is not None:
             raise error
 

@@ -57,7 +57,12 @@ class Bounds:
             any(row.trainable for row in setup.plan.parameters if within(row.name, [layer])) for layer in setup.plan.layers
         )
         self._rates = {
-            compiled: replace(Rates.of(setup, hardware), fused=Rates.of(_compiled(setup, compiled), hardware).fused)
+            compiled: replace(
+                Rates.of(setup, hardware),
+                fused=Rates.of(_compiled(setup, compiled), hardware).fused,
+                per_operator=0.0,
+                per_unit=0.0,
+            )
             for compiled in (False, True)
         }
 

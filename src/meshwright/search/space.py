@@ -223,8 +223,10 @@ class Space:
         """Whether what the configuration keeps forbids schedules that split backward."""
         parallel = self.setup.config.parallel
         compiled = "parallel.compile" not in self.free and parallel.compile
-        kept = "parallel.activation_checkpointing" not in self.free
-        return compiled or (kept and parallel.activation_checkpointing is not ActivationCheckpointing.NONE)
+        modes = set(parallel.activation_checkpointing_layers.values())
+        if "parallel.activation_checkpointing" not in self.free:
+            modes.add(parallel.activation_checkpointing)
+        return compiled or bool(modes - {ActivationCheckpointing.NONE})
 
     def _choices(self, layout: Layout, microbatches: int) -> dict[str, tuple[Any, ...]]:
         found: dict[str, tuple[Any, ...]] = {

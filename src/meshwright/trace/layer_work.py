@@ -122,7 +122,7 @@ class LayerWork:
             each, own = ({kind: value / first for kind, value in work.items()} for work in (_sum(whole), whole[FORWARD]))
             loss_work = {kind: value / first for kind, value in whole[LOSS].items()}
             alike = Counter({kind: each.get(kind, 0) - loss_work.get(kind, 0) for kind in Work})
-            alike[Work.UNITS] = units[0]
+            alike[Work.UNITS] = sum(units) / first  # type: ignore[assignment]
             forward = {kind: Counter(own) for kind in kinds}
             rest = Counter({**whole[LOSS], Work.UNITS: outside})
             return cls(dict.fromkeys(kinds, alike), forward, rest, whole[LOSS], names, frozenset(kinds))

@@ -199,9 +199,10 @@ def _launch_local(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads of tokenizers do not survive a fork
     method = start_method(kind)
     if kind == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    if method == "fork":
         import torch._dynamo  # noqa: F401 (FSDP's hooks need it; imported before the fork, every worker has it)
 
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         end_openmp_threads()
     with tempfile.TemporaryDirectory(prefix="meshwright-") as reports:
         settings = LaunchConfig(
