@@ -9,10 +9,12 @@ from transformers import AutoModelForSequenceClassification
 
 from meshwright.checkpoint.export import generate
 from meshwright.errors import MeshwrightError, ModelError
+from meshwright.models.added_modules import _WithAdded
 from meshwright.models.heads import head_of
 from meshwright.models.model_config import ModelConfig
 from meshwright.models.weights.build import build_on_meta, materialize, pretrained_config
 from meshwright.models.weights.source import refuse_untrainable
+from meshwright.plan.given.traces import Traces
 from tests.harness import refuses
 from tests.tiny import tiny_model
 
@@ -122,3 +124,8 @@ def test_files_of_another_head_are_refused(tmp_path: Path) -> None:
 def test_labels_that_do_not_fit(head: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ModelConfig.model_validate({"config": SIZES, "head": head})
+
+
+def test_every_question_to_a_model_is_asked_with_added_modules_too() -> None:
+    questions = {name for name in vars(Traces) if not name.startswith("_")}
+    assert questions <= set(vars(_WithAdded))
