@@ -166,10 +166,11 @@ def pipeline_options(family: str, variant: Variant, pp: int) -> tuple[dict[str, 
     """Return the section ``pipeline`` of an audit, and the microbatches of a step.
 
     Over the families, every schedule meets every value of a variant that it can have: one that splits backward recomputes
-    nothing.
+    nothing, and takes no layers that use a weight again on what they used it for, such as Gemma 3n's.
     """
     row, column = list(TINY_MODELS).index(family), VARIANTS.index(variant) if variant in VARIANTS else 0
-    legal = [schedule for schedule in PipelineSchedule if not (variant.checkpointing and schedule.splits)]
+    whole = variant.checkpointing or family == "gemma3n_text"
+    legal = [schedule for schedule in PipelineSchedule if not (whole and schedule.splits)]
     schedule, runs = legal[(row + column) % len(legal)], 2 - (row + column) // 2 % 2
     return {"schedule": schedule, "runs_per_step": runs}, runs * schedule.least(pp, variant.microbatches)
 
