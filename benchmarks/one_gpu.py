@@ -10,6 +10,7 @@ are in one (``--together``). The model of narrow rows has nearly nothing to comp
 import argparse
 import gc
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -307,11 +308,16 @@ def table(found: dict[str, Found], forecasts: dict[str, dict[str, Any]]) -> Tabl
             memory_cells = f"{held / 2**30:.2f}", f"{held / item.allocated - 1:+.1%}"
         result.rows.append(
             (
-                name, f"{ROWS[name].tokens:,}", f"{item.step_ms:.1f}", *time_cells, f"{item.kernels_ms:.1f}",
-                f"{item.allocated / 2**30:.2f}", *memory_cells, f"{item.reserved / 2**30:.2f}", f"{item.loss:.4f}",
+                name, f"{ROWS[name].tokens:,}", f"{item.step_ms:.1f}", *time_cells, _shown(item.kernels_ms, 1),
+                f"{item.allocated / 2**30:.2f}", *memory_cells, f"{item.reserved / 2**30:.2f}", _shown(item.loss, 4),
             )
         )  # fmt: skip
     return result
+
+
+def _shown(value: float, digits: int) -> str:
+    """Return a cell; that of a number that is not known is empty."""
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def main() -> None:

@@ -292,7 +292,7 @@ CODES: dict[str, tuple[str, str]] = {
     "worker.collectives": ("A backend lacks a collective that the plan needs.", "Another layout or backend."),
     "worker.device": ("Workers cannot be on this device.", "cpu, or the kind of an accelerator that is there."),
     "worker.number": ("A pool has no workers.", "1 or more."),
-    "worker.main": ("A worker imports the script that starts it, and failed.", 'A guard: `if __name__ == "__main__"`.'),
+    "worker.main": ("A worker imports the script that starts it.", 'A guard: `if __name__ == "__main__"`.'),
     "worker.pool": ("Workers cannot be forked inside a process group.", "A process without one."),
     "strategy.argument": ("An argument of parallelize() is not supported.", "False."),
     "strategy.sequence_parallel": ("The sequence cannot be shared here.", "sequence_parallel=False."),

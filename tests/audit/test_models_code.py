@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from maintain import coverage
 from maintain.cells import LAYOUTS
@@ -14,9 +15,14 @@ from meshwright.audit.conduct import Auditor
 from meshwright.audit.ranks import RankTrainer
 from meshwright.distributed.context import attend, cache_door, count_positions
 from meshwright.distributed.context.sequences import Sequences
+from meshwright.errors import WorkerError
+from meshwright.models.specs import registry
+from meshwright.models.specs.derived import DefaultParallelizationStrategy
 from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.given.closed_choices import ContextBalance
+from meshwright.plan.given.spec import ParallelSpec, UnitRule
 from meshwright.plan.result.context.count_action import CountPositions
+from tests.harness import refuses
 
 PLACES = {place.label: place for place in LAYOUTS}
 
@@ -25,6 +31,22 @@ PLACES = {place.label: place for place in LAYOUTS}
 def auditor() -> Iterator[Auditor]:
     with Auditor() as auditor:
         yield auditor
+
+
+def test_workers_without_a_strategy_of_the_caller_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is registered when the workers have started, as in a notebook's cell that only new processes would not have."""
+
+    class Own(DefaultParallelizationStrategy):
+        def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+            spec = super().spec(model, param_dtype)
+            return replace(spec, units=(*spec.units, UnitRule("transformer.wte")))
+
+    case = coverage.case_of("gptj", PLACES["shard 2"], tmp_path, "pack", "float64")
+    with Auditor() as auditor:
+        assert auditor.audit(case, 2).passed
+        monkeypatch.setitem(registry._REGISTRY, "GPTJForCausalLM", Own())
+        with refuses(WorkerError, "audit.plan"):
+            auditor.audit(case, 2)
 
 
 @pytest.mark.parametrize(

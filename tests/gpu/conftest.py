@@ -1,4 +1,4 @@
-"""One worker on the GPU, and one on the CPU. This process never touches the GPU, so its memory is the worker's alone."""
+"""One worker on the GPU, and one on the CPU."""
 
 from collections.abc import Iterator
 

@@ -497,4 +497,5 @@ def test_a_script_without_a_guard_is_told_of_it(tmp_path) -> None:
         capture_output=True,
         text=True,
     )
-    assert "must stand below `if __name__" in ended.stderr.splitlines()[-1]
+    assert "must stand below `if __name__" in ended.stderr
+    assert "ended with exit code 1" in ended.stderr

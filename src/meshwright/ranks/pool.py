@@ -201,13 +201,14 @@ class Pool:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         endings = self._gather(START)
-        if method == "spawn" and any(ending.dead for ending in endings.values()):
-            raise WorkerError(
-                "worker.main",
-                "a worker ended before it began (see its lines above); beside a running driver, and on accelerators, workers "
-                'import the script that starts them, so what it does must stand below `if __name__ == "__main__":`',
-            )
         error = self._error(endings)
+        if error is not None and method == "spawn" and any(ending.dead for ending in endings.values()):
+            guard = Refusal(
+                "worker.main",
+                "workers beside a running driver, and on accelerators, import the script that starts them: what it does must "
+                'stand below `if __name__ == "__main__":`',
+            )
+            raise type(error)([*error.problems, guard]) from error
         if error is not None:
             raise error
 

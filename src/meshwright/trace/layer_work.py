@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
+from meshwright.plan.given.names import nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
@@ -113,8 +114,8 @@ class LayerWork:
     def of(cls, traces: Traces) -> "LayerWork":
         """Read the work from traces: a layer's is by how much that of one more layer is larger."""
         plan, kinds, first = traces.setup.plan, traces.kinds, traces.first
-        units = [_units_in(plan, layer) for layer in plan.layers]
-        outside = len(plan.fsdp_units) - sum(units)
+        layers_of_units = Counter(nearest(f"{unit.name}.", set(plan.layers)) for unit in plan.fsdp_units)
+        units, outside = [layers_of_units[layer] for layer in plan.layers], layers_of_units[""]
         layers, forward = {}, {}
         whole = _microbatch_work(traces.of(first).step)
         names = dict(zip(plan.layers, kinds, strict=True))
@@ -184,10 +185,6 @@ class LayerWork:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
         forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in OPERATIONS)
         return 3 * forward + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
-
-
-def _units_in(plan: ShardingPlan, layer: str) -> int:
-    return sum(f"{unit.name}.".startswith(f"{layer}.") for unit in plan.fsdp_units)
 
 
 def layers_on(plan: ShardingPlan, stages: Sequence[int]) -> list[str]:

@@ -1,8 +1,8 @@
 """Says before a run starts whether its layout is proven; with `--audit`, a layout that is not proven is audited first.
 
-Under torchrun and Slurm all ranks exist from the beginning. Rank 0 forks a process that makes the audit. It forks before it has
-threads or a process group, because an audit could not start from a process that has them. All other ranks wait at the store of
-the rendezvous, and read the outcome of the audit there.
+Under torchrun and Slurm all ranks exist from the beginning. Rank 0 starts a process that makes the audit, before it has threads
+or a process group, because an audit could not be forked from a process that has them. All other ranks wait at the store of the
+rendezvous, and read the outcome of the audit there.
 """
 
 import json
