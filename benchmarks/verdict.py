@@ -45,7 +45,7 @@ def forecast(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
     plans, prices = [], []
     for _ in range(9):
         begun = time.perf_counter()
-        again = change_setup(setup, setup.config, ranks)
+        again = change_setup(setup, setup.config, ranks, program=False)
         planned = time.perf_counter()
         traces = Traces(again, store=found.traces.store)
         fit(again, found.hardware, traces)

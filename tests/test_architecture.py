@@ -22,7 +22,7 @@ SOURCE = ROOT / "src" / "meshwright"
 
 FLOORS = (
     {"errors", "error_areas"},
-    {"error_codes", "files", "paths", "terminal", "quiet", "user_code"},
+    {"error_codes", "files", "once", "paths", "terminal", "quiet", "user_code"},
     {"layout", "device"},
     {"plan"},
     {"distributed", "ranks"},

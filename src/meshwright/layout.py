@@ -10,10 +10,11 @@ and, over the same ranks, the expert mesh ``(pp, dp_replicate, ep_shard, ep)`` w
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property
 from math import isqrt, prod
 
 from meshwright.errors import LayoutError, Problems, Refusal, number_of
+from meshwright.once import Once
 
 __all__ = ["AXES", "EXPERT_AXES", "FLATTENED", "Layout", "ModelSizes", "divisors", "undivided"]
 
@@ -107,7 +108,7 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Once):
     """The sizes of the axes.
 
     Args:
@@ -260,7 +261,13 @@ class Layout:
 
     def size(self, axis: str) -> int:
         """Size of an axis, of a flattened submesh or of an expert axis."""
-        return _all_sizes(self)[axis]
+        return self._all_sizes[axis]
+
+    @cached_property
+    def _all_sizes(self) -> dict[str, int]:
+        sizes = self.sizes()
+        flattened = {name: prod(sizes[part] for part in parts) for name, parts in FLATTENED.items()}
+        return {**sizes, **self.expert_sizes(), **flattened}
 
     def coordinates(self, rank: int, *, experts: bool = False) -> dict[str, int]:
         """Where a rank stands on each axis of the mesh (or of the expert mesh)."""
@@ -299,10 +306,3 @@ class Layout:
         """Only what is not 1, as in ``dp_replicate=2 dp_shard=4``."""
         parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) != 1]
         return " ".join(parts) or "one process"
-
-
-@lru_cache(maxsize=1024)
-def _all_sizes(layout: Layout) -> dict[str, int]:
-    sizes = layout.sizes()
-    flattened = {name: prod(sizes[part] for part in parts) for name, parts in FLATTENED.items()}
-    return {**sizes, **layout.expert_sizes(), **flattened}

@@ -45,6 +45,7 @@ def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
 
 
 @OF_PINNED
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("model_type", "label"),
     [

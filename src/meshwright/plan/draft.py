@@ -4,7 +4,7 @@ A pass is a function that takes a draft and returns what it found (:class:`Found
 was found into the next draft.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from meshwright.errors import MissingPlanError, PlanError, Problems, Refusal
 from meshwright.layout import Layout
+from meshwright.once import Once
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
 from meshwright.plan.given.names import generalize, match_names, without_repetition
@@ -110,7 +111,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Draft:
+class Draft(Once):
     """What is given, and below it the field of each pass. A pass sees what the passes before it found.
 
     Attributes:
@@ -182,17 +183,6 @@ class Draft:
     def traced_pairs(self) -> Pairs | None:
         """What a trace of the model found about its linear layers; ``None``: it cannot be traced."""
         return self.model.traces.pairs(self.layers) if self.layers else None
-
-    @cached_property
-    def _answers(self) -> dict[Callable[..., Any], Any]:
-        return {}
-
-    def once(self, question: Callable[["Draft"], T]) -> T:
-        """Return what a function finds of this draft. It is called once; nobody changes what it returns."""
-        if question not in self._answers:
-            self._answers[question] = question(self)
-        found: T = self._answers[question]
-        return found
 
     @property
     def pairs(self) -> Pairs:

@@ -4,9 +4,7 @@ Passes find the fields of a draft, one after another. Then the program is writte
 parallelized.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -29,13 +27,14 @@ from meshwright.plan.axes.data.units import complete_units, unit_actions
 from meshwright.plan.axes.experts import expert_parallel_actions, resolve_experts
 from meshwright.plan.axes.pipeline.stage_plan import resolve_stages
 from meshwright.plan.axes.tensor.choose import resolve_tensor_parallel, tensor_parallel_actions
-from meshwright.plan.draft import Draft, Found
+from meshwright.plan.draft import Draft
 from meshwright.plan.given.inspection import Inspection, inspect_model
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.memory.compiled_layers import compile_actions
 from meshwright.plan.memory.loss_chunks import loss_actions, resolve_loss
 from meshwright.plan.memory.recompute import checkpointing_modes, recompute_actions
+from meshwright.plan.remembered_passes import Pass, RememberedPasses
 from meshwright.plan.result.border_places import tokens_of_units
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.rates import choose_rates
@@ -43,8 +42,6 @@ from meshwright.plan.update.rules import choose_forms, choose_rules
 from meshwright.plan.update.weight_decay import choose_decayed
 
 __all__ = ["resolve"]
-
-Pass = Callable[[Draft], Found[Any]]
 
 _PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
     (
@@ -80,6 +77,8 @@ def resolve(
     options: ParallelOptions | None = None,
     *,
     world_size: int | None = None,
+    remembered: RememberedPasses | None = None,
+    program: bool = True,
 ) -> ShardingPlan:
     """Resolve a spec against a model, a layout and options.
 
@@ -90,6 +89,8 @@ def resolve(
         layout: sizes; unresolved ones are inferred from ``world_size``.
         options: the choices; ``None``: the defaults.
         world_size: number of ranks; required if the layout is not resolved.
+        remembered: what passes found in other plans of this model with this spec; it gets what they find here.
+        program: whether the program is written. A plan without one can be priced, and not carried out.
 
     Raises:
         LayoutError: sizes that do not fit the world size or the model.
@@ -105,7 +106,7 @@ def resolve(
     draft = Draft(spec, facts, layout.resolve(world_size, facts.sizes), options or ParallelOptions())
     for group in _PASSES:
         for name, find in group:
-            draft = draft.extended(name, find(draft))
+            draft = draft.extended(name, find(draft) if remembered is None else remembered.find(find, draft))
         draft.refuse()
     plan = ShardingPlan(
         spec.family,
@@ -126,8 +127,11 @@ def resolve(
         flags_of_use=(not spec.uses_all_parameters or bool(draft.options.sharded_by)) and draft.layout.size("dp_cp") > 1,
     )
     plan = replace(plan, units=tokens_of_units(plan))
-    program = (
-        *([] if draft.stages.cut is None else [draft.stages.cut]),
+    cut = () if draft.stages.cut is None else (draft.stages.cut,)
+    if not program:
+        return replace(plan, program=cut)
+    actions = (
+        *cut,
         *mixer_actions(plan),  # inside of what tensor parallel puts around a mixer
         *tensor_parallel_actions(draft, plan),
         *expert_parallel_actions(draft, plan),
@@ -141,4 +145,4 @@ def resolve(
         *prefetch_actions(plan),
         *compile_actions(draft, plan, inside=False),
     )
-    return replace(plan, program=program)
+    return replace(plan, program=actions)

@@ -187,8 +187,12 @@ def search(
         refused,
         nearest,
         found.tally,
-        found.best,
+        tuple(_with_program(setup, price) for price in found.best),
     )
+
+
+def _with_program(base: RunSetup, price: Price) -> Price:
+    return replace(price, setup=change_setup(base, price.setup.config, price.setup.layout.world_size))
 
 
 def _option(price: Price, base: RunSetup, source: Source | None, *, as_fast: bool) -> Option:

@@ -57,7 +57,8 @@ class Pricer:
     def setup_of(self, candidate: Candidate) -> RunSetup | None:
         """Return the run of a candidate; ``None``: it is refused."""
         try:
-            return change_setup(self.setup, candidate.config(self.setup.config), candidate.layout.world_size)
+            config = candidate.config(self.setup.config)
+            return change_setup(self.setup, config, candidate.layout.world_size, program=False)
         except MeshwrightError as error:
             self._refuse(error)
             return None

@@ -176,7 +176,8 @@ class Numbers:
         """Return a run of one or some microbatches of some sequences."""
         config = Candidate(layout, (*_PLAIN, ("training.microbatch_size", rows), *chosen)).config(self.setup.config)
         training = config.training.model_copy(update={"global_batch_size": rows * layout.size("dp") * microbatches})
-        return change_setup(self.setup, config.model_copy(update={"training": training}), layout.world_size)
+        changed = config.model_copy(update={"training": training})
+        return change_setup(self.setup, changed, layout.world_size, program=False)
 
     def work(self, mode: ActivationCheckpointing) -> Counter[Work]:
         """Return the work that a sequence adds on a single rank, under a mode of recomputation."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from meshwright.once import Once
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -28,7 +29,7 @@ _LATE = frozenset(("backward of layer 0", "backward of layer 1", UPDATE))
 
 
 @dataclass
-class Traces:
+class Traces(Once):
     """Traces of the first layers of a run, each made once.
 
     Args:
@@ -49,7 +50,7 @@ class Traces:
         """The kind of each layer of the run."""
         return kinds_of_layers(self.setup.plan)
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The number of layers of the smallest trace: at least one of each kind, and the last ones as the run has them."""
         kinds, whole = self.kinds, len(self.kinds)
@@ -70,7 +71,7 @@ class Traces:
         alike = [place for place in places if kinds[place - 1] == kind]
         return next(iter(alike or places), min(first, len(kinds) - 1))
 
-    @property
+    @cached_property
     def places(self) -> dict[int, int]:
         """For each kind of layer after the first ones, the number of layers of the trace that one more is added to."""
         return {kind: self.place_of(kind) for kind in set(self.kinds[self.first :])}
@@ -85,12 +86,16 @@ class Traces:
 
     def moments(self, layers: int) -> dict[str, Counter[Kind]]:
         """Return the moments under names that do not depend on the number of layers."""
-        trace = self.of(layers)
-        few = min(2, len(trace.layers))
-        names = {trace.layers[place]: f"backward of layer {place}" for place in range(few)}
-        whole = len(self.setup.plan.layers)
-        names |= {trace.layers[-place]: f"backward of layer {whole - place}" for place in range(few, 0, -1)}
-        return {names.get(name, name): Counter(dict(held)) for name, held in trace.step.moments.items()}
+        return self.once(_moments, layers)
+
+
+def _moments(traces: Traces, layers: int) -> dict[str, Counter[Kind]]:
+    trace = traces.of(layers)
+    few = min(2, len(trace.layers))
+    names = {trace.layers[place]: f"backward of layer {place}" for place in range(few)}
+    whole = len(traces.setup.plan.layers)
+    names |= {trace.layers[-place]: f"backward of layer {whole - place}" for place in range(few, 0, -1)}
+    return {names.get(name, name): Counter(dict(held)) for name, held in trace.step.moments.items()}
 
 
 def slopes_of(traces: Traces) -> dict[int, dict[str, Counter[Kind]]]:
@@ -139,6 +144,10 @@ class KeptLayers:
 
 def kept_layers(traces: Traces) -> KeptLayers:
     """Return what layers keep of a microbatch."""
+    return traces.once(_kept_layers)
+
+
+def _kept_layers(traces: Traces) -> KeptLayers:
     kinds, first, slopes = traces.kinds, traces.first, slopes_of(traces)
     moments, own = traces.moments(first), {kind: max(0, slope[LOSS][Kind.ACTIVATIONS]) for kind, slope in slopes.items()}
     own = own or dict.fromkeys(kinds[:first], moments[LOSS][Kind.ACTIVATIONS] // first)

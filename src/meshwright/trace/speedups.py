@@ -63,7 +63,8 @@ def find_speedups(
     found = []
     for overrides, reason in _candidates(setup, verdict, time):
         try:
-            changed = change_setup(setup, with_values(setup.config, overrides), setup.layout.world_size)
+            config = with_values(setup.config, overrides)
+            changed = change_setup(setup, config, setup.layout.world_size, program=False)
             own = replace(traces, setup=changed, made={})
             other = fit(changed, hardware, own)
             seconds = forecast_time(changed, hardware, own).step_seconds

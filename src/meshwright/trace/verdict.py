@@ -88,7 +88,8 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
         if len(found) == PROPOSED:
             break
         try:
-            changed = change_setup(setup, with_values(setup.config, overrides), setup.layout.world_size)
+            config = with_values(setup.config, overrides)
+            changed = change_setup(setup, config, setup.layout.world_size, program=False)
             changed = changed if setup.teacher is None else with_teacher(changed)
             other = _verdict(forecast_memory(changed, replace(traces, setup=changed, made={})), hardware, changed)
         except MeshwrightError:  # the change is illegal for this run

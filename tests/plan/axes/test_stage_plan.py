@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from meshwright.plan.axes.pipeline.stage_plan import (
 from meshwright.plan.axes.pipeline.stage_rows import on_stages
 from meshwright.plan.cost.price import totals, totals_of_rank
 from meshwright.plan.given.closed_choices import PipelineSchedule, SyncPolicy
+from meshwright.plan.given.inspection import Inspection, inspect_model
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import Cut, Wrap
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -35,9 +38,14 @@ from tests.tiny import PLAIN_SPEC, Plain, tiny_model
 TWO = Layout(pp=2, dp_shard=1)
 
 
-def planned(family: str = "llama", layers: int = 4, layout: Layout = TWO, **options: Any) -> ShardingPlan:
+@cache
+def known(family: str, layers: int) -> tuple[ParallelSpec, Inspection]:
     model = tiny_model(family, meta=True, num_hidden_layers=layers)
-    return resolve(spec_of(model), model, layout, ParallelOptions(**{"microbatches": 8, **options}))
+    return spec_of(model), inspect_model(spec_of(model), model)
+
+
+def planned(family: str = "llama", layers: int = 4, layout: Layout = TWO, **options: Any) -> ShardingPlan:
+    return resolve(*known(family, layers), layout, ParallelOptions(**{"microbatches": 8, **options}))
 
 
 def refusal(**options: Any) -> str:
@@ -121,7 +129,7 @@ def test_a_plan_of_an_earlier_version_says_what_crosses_a_cut(streams: tuple[int
     "asked", [passes_of, lambda plan: crossing_shape(plan, 1, 3, 64), lambda plan: stages_with(plan, "model")]
 )
 def test_stages_without_a_program_are_refused(asked: Callable[[ShardingPlan], Any]) -> None:
-    with pytest.raises(PlanError, match="no program, because an earlier version of Meshwright wrote it"):
+    with pytest.raises(PlanError, match="no program: an earlier version of Meshwright wrote it, or a search"):
         asked(replace(planned(), program=()))
 
 
@@ -152,11 +160,8 @@ def test_the_totals_are_those_of_the_rank_that_holds_most() -> None:
 @pytest.mark.parametrize("world", [8, 64, 1024])
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
 def test_worlds(world: int, schedule: PipelineSchedule) -> None:
-    model = tiny_model("llama", meta=True, num_hidden_layers=16)
-    layout = Layout(pp=4, dp_shard=None, tp=2)
-    plan = resolve(
-        spec_of(model), model, layout, ParallelOptions(microbatches=16, pipeline_schedule=schedule), world_size=world
-    )
+    options = ParallelOptions(microbatches=16, pipeline_schedule=schedule)
+    plan = resolve(*known("llama", 16), Layout(pp=4, dp_shard=None, tp=2), options, world_size=world)
     each = 1 if schedule.single else 2
     assert [len(stages_of_rank(plan, rank)) for rank in range(4)] == [each] * 4
 
@@ -226,10 +231,11 @@ def test_only_the_outputs_of_the_model_are_cast() -> None:
 def test_stacks_that_share_layers_have_a_stage_in_each_pass() -> None:
     """A rank has layers with the same numbers of both stacks: with the encoder's in one stage, with the decoder's in two."""
     model = tiny_diffusion_gemma()
+    spec, facts = spec_of(model), inspect_model(spec_of(model), model)
 
     def stages(layout: Layout = TWO, **options: Any) -> ShardingPlan:
         chosen = ParallelOptions(**{"microbatches": 2, "pipeline_schedule": PipelineSchedule.INTERLEAVED, **options})
-        return resolve(spec_of(model), model, layout, chosen)
+        return resolve(spec, facts, layout, chosen)
 
     plan = stages()
     assert [row.rank for row in plan.stages] == [0, 1] * 3

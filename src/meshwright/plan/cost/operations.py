@@ -10,7 +10,7 @@ from math import prod
 
 from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.given.inspection import Inspection
-from meshwright.plan.given.names import holder_of, match_names, within
+from meshwright.plan.given.names import holder_of, match_names, nearest
 from meshwright.plan.given.spec import ParallelSpec
 
 __all__ = ["operations_of_token"]
@@ -28,10 +28,16 @@ def operations_of_token(
         experts_of_token: number of experts that a token is sent to; ``None``: unknown, so all count.
         trained: names of the parameters that are trained.
     """
-    mixtures = [name for rule in spec.experts for name in match_names(rule.pattern, model.names)]
+    mixtures = frozenset(name for rule in spec.experts for name in match_names(rule.pattern, model.names))
+    return model.once(_operations_of_token, mixtures, length, experts_of_token, trained)
+
+
+def _operations_of_token(
+    model: Inspection, mixtures: frozenset[str], length: int, experts_of_token: int | None, trained: frozenset[str]
+) -> float:
     forward = own = 0.0
     for parameter in model.parameters:
-        mixture = next((name for name in mixtures if within(parameter.name, [name])), None)
+        mixture = nearest(parameter.name, mixtures) or None
         if len(parameter.shape) < (2 if mixture is None else 3):
             continue  # a bias or a scale
         entries = float(prod(parameter.shape))

@@ -62,6 +62,10 @@ def totals(plan: ShardingPlan) -> Totals:
 
 def fullest_rank(plan: ShardingPlan) -> int:
     """Return the rank of `pp` that stores the most."""
+    return plan.once(_fullest_rank)
+
+
+def _fullest_rank(plan: ShardingPlan) -> int:
     stored: Counter[int] = Counter()  # by stage
     for row in plan.parameters:
         size = (1 + row.trainable) * row.bytes_per_rank + state_bytes(plan, row)
@@ -77,6 +81,10 @@ def priced_json(plan: ShardingPlan, more: Mapping[str, Any] | None = None) -> st
 
 def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
     """Add up the stages of a rank of `pp`."""
+    return plan.once(_totals_of_rank, rank)
+
+
+def _totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
     stages = [rows_on_stages(plan, own) for own in parts_of_rank(plan, rank)]
     rows = [row for stage in stages for row in stage.parameters]
     gathered = [

@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout import ModelSizes
+from meshwright.once import Once
 from meshwright.plan.given.hidden_argument import HIDDEN, forward_of, hidden_argument
 from meshwright.plan.given.names import holder_of, inside, match_names
 from meshwright.plan.given.norms import is_norm
@@ -110,7 +111,7 @@ class ModuleFacts:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Once):
     """A model as plain facts.
 
     Attributes:

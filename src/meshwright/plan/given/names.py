@@ -1,7 +1,7 @@
 """Dotted names of modules and parameters. They form a tree: ``model.layers.0.mlp`` is inside ``model.layers.0``."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 
 from meshwright.errors import Refusal
@@ -9,10 +9,12 @@ from meshwright.errors import Refusal
 __all__ = [
     "generalize",
     "holder_of",
+    "holders_of",
     "inside",
     "last_of_each_container",
     "match_names",
     "nearest",
+    "outermost",
     "within",
     "without_repetition",
 ]
@@ -26,14 +28,20 @@ def holder_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def holders_of(name: str) -> Iterator[str]:
+    """Yield the modules that a module or a parameter is inside of, the innermost first, without the root."""
+    while name := holder_of(name):
+        yield name
+
+
 def inside(name: str, module: str) -> bool:
     """Return whether a module or a parameter is inside a module, at any depth. All but the root are inside the root."""
     return name.startswith(f"{module}.") if module else bool(name)
 
 
-def within(name: str, modules: Iterable[str]) -> bool:
+def within(name: str, modules: Collection[str]) -> bool:
     """Return whether a name is one of some modules, or is inside one of them."""
-    return any(name == module or inside(name, module) for module in modules)
+    return name in modules or "" in modules or nearest(name, modules) != ""
 
 
 def nearest(name: str, modules: Collection[str]) -> str:
@@ -42,6 +50,11 @@ def nearest(name: str, modules: Collection[str]) -> str:
     while holder and holder not in modules:
         holder = holder_of(holder)
     return holder
+
+
+def outermost(name: str, modules: Collection[str]) -> str:
+    """Return the outermost of some modules that a name is inside of; the root, whose name is empty, if there is none."""
+    return next((holder for holder in reversed(list(holders_of(name))) if holder in modules), "")
 
 
 @lru_cache(maxsize=4096)
@@ -61,7 +74,12 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
     ``*`` stands for (part of) one component of a dotted name, ``**`` for one or more components. The empty pattern is the root
     module.
     """
-    return [name for name in names if _compiled(pattern).fullmatch(name)]
+    return list(_matches(pattern, tuple(names)))
+
+
+@lru_cache(maxsize=512)
+def _matches(pattern: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if _compiled(pattern).fullmatch(name))
 
 
 def generalize(name: str) -> str:

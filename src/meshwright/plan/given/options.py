@@ -3,10 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
 from meshwright.errors import PlanError, Problems
 from meshwright.layout import Layout
+from meshwright.once import Once
 from meshwright.plan.given.closed_choices import (
     ActivationCheckpointing,
     ContextBalance,
@@ -67,7 +69,7 @@ class UpdateRule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ParallelOptions:
+class ParallelOptions(Once):
     """Choices that the resolver turns into rows of the plan. Each field says what it is (``metadata["description"]``).
 
     The keys of the section ``parallel`` of a configuration are made from these fields
@@ -280,7 +282,7 @@ class ParallelOptions:
         chunks = 2 * cp if cp > 1 and self.context_balance is ContextBalance.ZIGZAG else cp
         return math.lcm(chunks, cp * tp if self.sequence_parallel else 1)
 
-    @property
+    @cached_property
     def rules(self) -> dict[str, UpdateRule]:
         """The rules of the optimizer by their names; the first is that of the run."""
         return {name: UpdateRule(name, kind, options) for name, kind, options in self.updates}

@@ -6,7 +6,7 @@ from meshwright.errors import Problems
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.inspection import Inspection
-from meshwright.plan.given.names import generalize, holder_of, inside, match_names, within
+from meshwright.plan.given.names import generalize, holder_of, inside, match_names
 from meshwright.plan.result.program import Action, Assign, Recompute
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -104,7 +104,7 @@ def recompute_layer(
     """
 
     def routes(name: str) -> bool:
-        return any(within(other, [name]) for other in routing)
+        return any(other == name or inside(other, name) for other in routing)
 
     if mode is ActivationCheckpointing.FULL:
         yield Recompute(layer, routing=routes(layer))

@@ -16,7 +16,7 @@ from meshwright.layout import AXES
 from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import FIRST, INNER, SECOND, SPAN
-from meshwright.plan.given.names import holder_of, inside, within
+from meshwright.plan.given.names import holder_of, holders_of, inside, within
 from meshwright.plan.result.sharding_plan import ADDED, ShardingPlan, TensorParallelRow, UnitRow
 
 __all__ = ["Portion", "Side", "borders", "first_microbatch", "portion_of_rank", "tokens_of_units"]
@@ -117,11 +117,10 @@ def portion_of_rank(
     ranks = plan.layout.size("tp")
     if ranks == 1:
         return everything
-    own = next((row for row in plan.tensor_parallel if row.module == module), None)
-    begins = [row for row in plan.tensor_parallel if row.style in ("region", *SPAN)]
-    around = next((row for row in begins if inside(module, row.module)), None)
-    if around is not None:
-        return everything if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
+    own = plan.sliced_modules.get(module)
+    around = [row for name in holders_of(module) if (row := plan.sliced_modules.get(name)) and row.style in ("region", *SPAN)]
+    if around:
+        return everything if around[-1].entry is Move.GATHER_SEQUENCE_WHOLE else None
     if own is not None and side is Side.OUTPUT and own.exit is Move.VOCABULARY:
         width = -(-features // ranks)
         begin = min(coordinates["tp"] * width, features)

@@ -7,7 +7,8 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.plan.given.names import within
+from meshwright.once import Once
+from meshwright.plan.given.names import nearest
 from meshwright.plan.given.options import DTYPES, NF4, NF4_BLOCK, ParallelOptions
 from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.result.action_values import describe, read_action, read_row, read_tuples, values_of
@@ -48,12 +49,12 @@ EXPERTS = "experts"
 ADDED = "added"
 """Kind of the units that an objective added to the model, and calls."""
 
-NO_PROGRAM = "the plan has no program, because an earlier version of Meshwright wrote it; make it anew with resolve()"
+NO_PROGRAM = "the plan has no program: an earlier version of Meshwright wrote it, or a search; make it anew with resolve()"
 """What is wrong with a plan that has rows only."""
 
 
 @dataclass(frozen=True)
-class ShardingPlan:
+class ShardingPlan(Once):
     """The result of resolving spec x model x layout x options.
 
     Attributes:
@@ -108,11 +109,6 @@ class ShardingPlan:
         return rows
 
     @cached_property
-    def parts_on_stages(self) -> dict[tuple[int, ...], "ShardingPlan"]:
-        """What was found of the rows of some stages (:func:`meshwright.plan.axes.pipeline.stage_rows.rows_on_stages`)."""
-        return {}
-
-    @cached_property
     def first_trained_stage(self) -> int:
         """The first stage with a trained parameter; the number of stages if there is none."""
         return min((min(row.stages) for row in self.parameters if row.trainable), default=len(self.stages))
@@ -152,8 +148,8 @@ class ShardingPlan:
 
     def runs(self, module: str) -> tuple[int, int]:
         """Return the forwards and the backwards of a module in a microbatch: those of the innermost unit around it."""
-        around = [unit for unit in self.units if within(module, (unit.name,))]
-        unit = max(around, key=lambda unit: len(unit.name))
+        units = self._units_by_name
+        unit = units[module if module in units else nearest(module, units)]
         return unit.forwards * unit.places, unit.places
 
     @property
@@ -161,9 +157,18 @@ class ShardingPlan:
         """The number that must divide the sequence length of a batch."""
         return self.options.sequence_multiple(self.layout)
 
+    @cached_property
+    def sliced_modules(self) -> dict[str, TensorParallelRow]:
+        """The rows of modules that compute with slices or have a move, by module."""
+        return {row.module: row for row in self.tensor_parallel}
+
+    @cached_property
+    def _units_by_name(self) -> dict[str, UnitRow]:
+        return {unit.name: unit for unit in self.units}
+
     def unit(self, name: str) -> UnitRow:
         """Return the row of a unit by name."""
-        return next(unit for unit in self.units if unit.name == name)
+        return self._units_by_name[name]
 
     def parameter(self, name: str) -> ParameterRow:
         """Return the row of a parameter by name or alias."""

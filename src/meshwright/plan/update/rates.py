@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from meshwright.errors import Problems
 from meshwright.plan.draft import Draft, Found, Rate, names_for
-from meshwright.plan.given.names import holder_of, within
+from meshwright.plan.given.names import holder_of, holders_of, nearest, within
 
 __all__ = ["choose_rates"]
 
@@ -19,12 +19,10 @@ def choose_rates(draft: Draft) -> Found[dict[str, Rate]]:
     """Choose how the parameters that a group names are updated, by their first names."""
     problems, rates = Problems(), dict[str, Rate]()
     by_name: dict[str, list[str]] = {}  # also by the modules that hold them
-    for parameter in draft.parameters:
+    for parameter in draft.parameters if draft.options.groups else ():
         for name in parameter.names:
-            path = name
-            while path:
+            for path in (name, *holders_of(name)):
                 by_name.setdefault(path, []).append(parameter.name)
-                path = holder_of(path)
     for match, share, per_layer, weight_decay, others in draft.options.groups:
         named = names_for(problems, "optimizer.groups", match, by_name, "parameter")
         own = [name for name in dict.fromkeys(one for path in named for one in by_name[path]) if name not in rates]
@@ -40,7 +38,8 @@ def choose_rates(draft: Draft) -> Found[dict[str, Rate]]:
 
 def _layers_above(draft: Draft, names: Sequence[str]) -> dict[str, int]:
     """Return for each parameter how many layers of its stack are above it."""
-    layer_of = {one.name: next((layer for layer in draft.layers if within(one.name, [layer])), "") for one in draft.parameters}
+    layers = set(draft.layers)
+    layer_of = {one.name: nearest(one.name, layers) for one in draft.parameters}
     listed = list(layer_of)
     first = next((place for place, name in enumerate(listed) if layer_of[name]), len(listed))
 

@@ -5,7 +5,7 @@ one expert. The experts of a mixture are stacked in one tensor, whose first dime
 `[experts, features]`, is a vector like any other bias.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from meshwright.errors import Problems
 from meshwright.plan.draft import Draft, Found, names_for
@@ -22,7 +22,7 @@ def choose_decayed(draft: Draft) -> Found[dict[str, str]]:
     for name in sorted(decay & no_decay):
         problems.add("plan.decay", f"parameter {name!r} is claimed twice: by decay and by no_decay; name it in one of them")
     named = {**dict.fromkeys(decay, "decay"), **dict.fromkeys(no_decay, "no_decay")}
-    mixtures = draft.mixtures
+    mixtures = set(draft.mixtures)
     rules = {parameter.name: named.get(parameter.name) or _kind(draft, parameter, mixtures) for parameter in draft.parameters}
     return Found(rules, problems)
 
@@ -33,7 +33,7 @@ def _named(draft: Draft, rule: str, problems: Problems) -> set[str]:
     return {first[name] for pattern in patterns for name in names_for(problems, rule, pattern, first, "parameter")}
 
 
-def _kind(draft: Draft, parameter: ParameterFacts, mixtures: Sequence[str]) -> str:
+def _kind(draft: Draft, parameter: ParameterFacts, mixtures: Collection[str]) -> str:
     in_stack = within(parameter.name, mixtures)
     if parameter.name.rpartition(".")[2].split("_")[-1] == "bias":
         return "bias"

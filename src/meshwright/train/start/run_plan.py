@@ -20,6 +20,7 @@ from meshwright.plan.given.inspection import Inspection, model_sizes
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.given.traces import Traces
+from meshwright.plan.remembered_passes import RememberedPasses
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 from meshwright.train.config import RunConfig
@@ -132,6 +133,9 @@ def plan_run(
     model: "PreTrainedModel",
     facts: Inspection,
     objective: Objective,
+    remembered: RememberedPasses | None = None,
+    *,
+    program: bool = True,
 ) -> ShardingPlan:
     """Return the plan of a run.
 
@@ -142,11 +146,14 @@ def plan_run(
         model: the model on the meta device.
         facts: the facts of that model.
         objective: what it is trained to do.
+        remembered: what passes of the resolver found in other plans of this model with this spec.
+        program: whether its program is written.
 
     Raises:
         MeshwrightError: all problems of the plan that can be found independently of each other.
     """
-    plan = resolve(spec, facts, layout, _options(config, layout, model, objective))
+    options = _options(config, layout, model, objective)
+    plan = resolve(spec, facts, layout, options, remembered=remembered, program=program)
     refused = refusals(
         plan,
         aux_loss=config.moe.aux_loss or 0.0,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import ConfigError, UnsupportedError, during
 from meshwright.layout import Layout
 from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.remembered_passes import RememberedPasses
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
 from meshwright.train.start.limits import vocabulary_problems
@@ -56,6 +57,7 @@ class RunSetup:
         objective: what the model is trained to do.
         teacher: the model that it learns from, on the same ranks; ``None``: there is none, or it was not asked for.
         facts: the facts of the model that the plan was made from; ``None``: it was made from the model.
+        remembered: what the resolver found in plans of this model with other layouts and choices.
     """
 
     config: RunConfig
@@ -66,6 +68,7 @@ class RunSetup:
     objective: "Objective"
     teacher: "RunSetup | None" = None
     facts: "Inspection | None" = field(default=None, compare=False, repr=False)
+    remembered: RememberedPasses = field(default_factory=RememberedPasses, compare=False, repr=False)
 
     @property
     def paths(self) -> Paths:
@@ -125,7 +128,7 @@ _LOOKED_AT = ("activation_checkpointing", "activation_checkpointing_layers", "co
 """Keys of `parallel` that an objective may look at."""
 
 
-def change_setup(setup: RunSetup, config: RunConfig, world_size: int) -> RunSetup:
+def change_setup(setup: RunSetup, config: RunConfig, world_size: int, *, program: bool = True) -> RunSetup:
     """Return a run of the same model with another layout or other choices. It is checked as a run is, and its model is shared.
 
     Args:
@@ -133,6 +136,7 @@ def change_setup(setup: RunSetup, config: RunConfig, world_size: int) -> RunSetu
         config: its configuration, with other values in the sections ``layout``, ``parallel`` (but not the dtype of
             parameters), ``training`` and ``optimizer``.
         world_size: number of ranks.
+        program: whether its plan has a program. Without one it can be priced, and not trained.
 
     Raises:
         MeshwrightError: as :func:`make_setup`.
@@ -143,10 +147,9 @@ def change_setup(setup: RunSetup, config: RunConfig, world_size: int) -> RunSetu
     same = all(getattr(setup.config.parallel, name) == getattr(config.parallel, name) for name in _LOOKED_AT)
     known = setup.objective if same else None
     layout, objective = check_run(config, world_size, setup.spec, setup.model, known_objective=known)
-    if config.adapter is not None:
-        spec_of_run(config, setup.model)  # it may refuse a pipeline
+    _check_adapter(config)
     facts = setup.facts or inspect_model(setup.spec, setup.model)
-    plan = plan_run(config, layout, setup.spec, setup.model, facts, objective)
+    plan = plan_run(config, layout, setup.spec, setup.model, facts, objective, setup.remembered, program=program)
     return replace(setup, config=config, layout=layout, plan=plan, objective=objective, teacher=None, facts=facts)
 
 
@@ -226,13 +229,16 @@ def spec_of_run(config: RunConfig, model: "PreTrainedModel") -> ParallelSpec:
 
         spec = replace(spec, remarks=(*spec.remarks, *remarks_of_adapter(model)))
         if config.adapter.reduce == "once":
-            if (config.layout.pp or 1) > 1:
-                raise ConfigError(
-                    "adapter.reduce",
-                    "adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit",
-                )
+            _check_adapter(config)
             spec = replace(spec, units=(*spec.units, unit_of_adapters(model)))
     return spec
+
+
+def _check_adapter(config: RunConfig) -> None:
+    if config.adapter is not None and config.adapter.reduce == "once" and (config.layout.pp or 1) > 1:
+        raise ConfigError(
+            "adapter.reduce", "adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit"
+        )
 
 
 def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:

@@ -75,7 +75,7 @@ def twin_parameters(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     first = {unit.name: unit.twin_of for unit in plan.units if unit.twin_of}
     units = {unit.name for unit in plan.units}
     pairs = []
-    for row in plan.parameters:
+    for row in plan.parameters if first else ():
         for name in (row.name, *row.aliases):
             unit = nearest(name, units)
             ours = f"{first.get(unit, '')}{name.removeprefix(unit)}"

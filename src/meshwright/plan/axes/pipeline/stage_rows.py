@@ -2,11 +2,13 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from meshwright.plan.axes.data.prefetch import prefetch_actions
 from meshwright.plan.axes.data.units import gathered_in_backward
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, first_trained
-from meshwright.plan.given.names import nearest
+from meshwright.plan.given.names import holders_of, nearest
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.result.program import Action, Cut, Freeze, JoinTwins, Pack, PartTwins, Prefetch, Slice, Wrap
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
 
@@ -28,44 +30,69 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
 
 def rows_on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
     """Return the same without a program, for prices: it has the rows alone. What was asked before is not made again."""
-    if not plan.stages:
-        return plan
-    known = plan.parts_on_stages
-    if (key := tuple(stages)) not in known:
-        known[key] = _rows_of_stages(plan, stages)
-    return known[key]
+    return plan.once(_rows_of_stages, tuple(stages)) if plan.stages else plan
 
 
-def _rows_of_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
-    others = frozenset(elsewhere(plan, stages))
+def _rows_of_stages(plan: ShardingPlan, stages: tuple[int, ...]) -> ShardingPlan:
+    needed, there = plan.once(_needed_stages), frozenset(stages)
 
     def here(module: str) -> bool:
-        return module not in others and not nearest(module, others)
+        return needed[module] <= there
 
-    parameters = tuple(row for row in plan.parameters if set(row.stages) & set(stages))
+    held = plan.once(_parameters_of_stages)
+    places = sorted({place for stage in stages for place in held.get(stage, ())})
+    parameters = tuple(plan.parameters[place] for place in places)
     names = {name for row in parameters for name in (row.name, *row.aliases)}
-    units = tuple(
-        replace(unit, parameters=tuple(name for name in unit.parameters if name in names))
-        for unit in plan.units
-        if unit.name == ROOT or here(unit.name) or any(name in names for name in unit.parameters)
-    )
-    in_backward = {name for stage in stages for name in _gathered_in_backward(plan, stage, units)}
-    units = tuple(replace(unit, gathers_in_backward=unit.name in in_backward) for unit in units)
+    own = [unit for unit in plan.units if unit.name == ROOT or here(unit.name) or not names.isdisjoint(unit.parameters)]
+    in_backward = {name for stage in stages for name in _gathered_in_backward(plan, stage, own)}
     inner = len(plan.stages) - 1 not in stages  # its outputs are hidden states, and not those of the model
-    units = tuple(replace(unit, output_dtype=None) if inner and unit.name == ROOT else unit for unit in units)
-    no_loss = replace(plan.options, objective_gathers=0, objective_reductions=0, objective_sums=0)
+
+    def on_stage(unit: UnitRow) -> UnitRow:
+        values: dict[str, Any] = {
+            "parameters": tuple(name for name in unit.parameters if name in names),
+            "gathers_in_backward": unit.name in in_backward,
+            "output_dtype": None if inner and unit.name == ROOT else unit.output_dtype,
+        }
+        others = {name: value for name, value in values.items() if getattr(unit, name) != value}
+        return replace(unit, **others) if others else unit
+
     return replace(
         plan,
-        options=no_loss if inner else plan.options,
+        options=plan.once(_options_without_loss) if inner else plan.options,
         layers=tuple(name for name in plan.layers if here(name)),
         parameters=parameters,
-        units=units,
+        units=tuple(map(on_stage, own)),
         tensor_parallel=tuple(row for row in plan.tensor_parallel if here(row.module)),
         experts=tuple(row for row in plan.experts if here(row.module)),
         attentions=tuple(row for row in plan.attentions if here(row.module)),
         mixers=tuple(row for row in plan.mixers if here(row.module)),
         program=(),
     )
+
+
+def _options_without_loss(plan: ShardingPlan) -> ParallelOptions:
+    return replace(plan.options, objective_gathers=0, objective_reductions=0, objective_sums=0)
+
+
+def _needed_stages(plan: ShardingPlan) -> dict[str, frozenset[int]]:
+    """Return for each module with a row the stages that a part of the plan must have to have it too."""
+    own: dict[str, set[int]] = {}
+    for stage in range(len(plan.stages)):
+        for name in elsewhere(plan, [other for other in range(len(plan.stages)) if other != stage]):
+            own.setdefault(name, set()).add(stage)
+    rows: list[Any] = [*plan.tensor_parallel, *plan.experts, *plan.attentions, *plan.mixers]
+    modules = dict.fromkeys((*(unit.name for unit in plan.units), *plan.layers, *(row.module for row in rows)))
+    around = {module: [own[name] for name in (module, *holders_of(module)) if name in own] for module in modules}
+    return {module: frozenset[int]().union(*stages) for module, stages in around.items()}
+
+
+def _parameters_of_stages(plan: ShardingPlan) -> dict[int, list[int]]:
+    """Return the places of the rows of the parameters that each stage has."""
+    places: dict[int, list[int]] = {}
+    for place, row in enumerate(plan.parameters):
+        for stage in row.stages:
+            places.setdefault(stage, []).append(place)
+    return places
 
 
 def _with_program(plan: ShardingPlan, part: ShardingPlan, stages: Collection[int]) -> ShardingPlan:

@@ -8,7 +8,7 @@ from meshwright.plan.axes.tensor.channels import shared_mixers
 from meshwright.plan.axes.tensor.spans_of_layers import kind_of_span
 from meshwright.plan.axes.tensor.styles import FIRST, HEAD, ON_SLICES, SECOND
 from meshwright.plan.draft import Draft
-from meshwright.plan.given.names import inside, within
+from meshwright.plan.given.names import inside, nearest, outermost, within
 from meshwright.plan.given.spec import Structure
 from meshwright.plan.given.traces import RegionFacts, Span, Stretch
 
@@ -96,10 +96,15 @@ class SlicedModel:
 
     def region_around(self, name: str) -> str:
         """Return the kind of the region that a module is inside of, or of the span whose matrix it is; empty: of none."""
-        for span, kind in self.spans.items():
-            if name == span.exit or within(name, span.entries):
-                return kind
-        return next((kind for region, kind in self.regions.items() if inside(name, region)), "")
+        entries, exits = self._borders_of_spans
+        entry = name if name in entries else nearest(name, entries)
+        return exits.get(name) or entries.get(entry) or self.regions.get(outermost(name, self.regions), "")
+
+    @cached_property
+    def _borders_of_spans(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The kind of each span by its entries, and by its exit."""
+        entries = {name: kind for span, kind in self.spans.items() for name in span.entries}
+        return entries, {span.exit: kind for span, kind in self.spans.items()}
 
     def heads_of(self, region: str) -> tuple[int, ...]:
         """Return the query heads and key/value heads that a rank computes, if the module cannot tell them from shapes."""

@@ -9,7 +9,7 @@
 - An attention whose heads are split does not count them itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from meshwright.errors import Refusal
 from meshwright.layout import divisors
@@ -50,10 +50,11 @@ def style_problems(
         adapters: names of modules that peft wrapped.
     """
     reported: set[str] = set()
+    firsts, seconds = (_by_holders(module_styles, styles) for styles in (FIRST, SECOND))
     for name, style in module_styles.items():
         if style not in FIRST or name == head:
             continue
-        scope = _scope(name, module_styles, layers)
+        scope = _scope(name, seconds, layers)
         if scope is None:
             yield Refusal(
                 "tp.style.misfit",
@@ -78,7 +79,7 @@ def style_problems(
                 "tp.style.misfit",
                 f"{name!r} has the style packed_rowwise, which is for parameters of experts alone; the legal style is rowwise",
             )
-        if style == "replicated_with_grad_allreduce" and not _split_around(name, module_styles, layers):
+        if style == "replicated_with_grad_allreduce" and not _split_around(name, firsts, layers):
             yield Refusal(
                 "tp.style.misfit",
                 f"{name!r} has the style {style}, but no module beside it is sliced, so it computes with whole tensors; "
@@ -168,15 +169,26 @@ def _counting(model: Inspection, module_styles: Mapping[str, str], head: str | N
             )
 
 
-def _split_around(name: str, module_styles: Mapping[str, str], layers: Sequence[str]) -> bool:
+def _by_holders(module_styles: Mapping[str, str], styles: Collection[str]) -> dict[str, list[str]]:
+    """Return the modules that have one of some styles, by each module around them."""
+    found: dict[str, list[str]] = {}
+    for name, style in module_styles.items():
+        holder = name if style in styles else ""
+        while holder:
+            holder = holder_of(holder)
+            found.setdefault(holder, []).append(name)
+    return found
+
+
+def _split_around(name: str, firsts: Mapping[str, list[str]], layers: Sequence[str]) -> bool:
     """Return whether another module in the same part of a layer is split over heads or features."""
     parent = holder_of(name)
-    wide = not parent or any(within(layer, [parent]) for layer in layers)
-    beside = [other for other, style in module_styles.items() if style in FIRST and inside(other, parent)]
-    return any(not wide or holder_of(other) == parent for other in beside)
+    if not parent or any(within(layer, (parent,)) for layer in layers):
+        return any(holder_of(other) == parent for other in firsts.get(parent, ()))
+    return parent in firsts
 
 
-def _scope(name: str, module_styles: Mapping[str, str], layers: Sequence[str]) -> str | None:
+def _scope(name: str, seconds: Mapping[str, list[str]], layers: Sequence[str]) -> str | None:
     """Return the innermost module around another one that has a ``rowwise`` module inside it; ``None`` if there is none.
 
     In a layer, or in the root, only direct children count, and the search ends there.
@@ -184,7 +196,7 @@ def _scope(name: str, module_styles: Mapping[str, str], layers: Sequence[str]) -
     parent, own = name, holder_of(name)
     while parent:
         parent = holder_of(parent)
-        takers = [other for other, style in module_styles.items() if style in SECOND and inside(other, parent)]
+        takers = seconds.get(parent, [])
         if parent in layers or not parent:
             takers = [other for other in takers if holder_of(other) == parent == own]
             return parent if takers else None
