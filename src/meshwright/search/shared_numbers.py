@@ -12,7 +12,7 @@ from math import gcd
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout import Layout
+from meshwright.layout import Layout, divisors
 from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
@@ -201,9 +201,13 @@ class Numbers:
         return sum(whole.loss[kind] for kind in kinds) / max(1, least)
 
     def sliced_work(self, branch: Branch, values: Mapping[str, Any]) -> Counter[Work]:
-        """Return the work that a whole sequence adds on a rank with slices of matrices, if nothing is recomputed."""
+        """Return the work that a whole sequence adds on a rank with slices of matrices, if nothing is recomputed.
+
+        Ranks of `ep` each get as many rows as they send. So their number does not matter, and one is traced.
+        """
         layout, chosen = branch.layout, _chosen(values, "parallel.sequence_parallel")
-        sizes = (layout.size("tp"), gcd(layout.ep, layout.size("dp_shard") * layout.size("tp")), chosen)
+        shared = divisors(gcd(layout.ep, layout.size("dp_shard") * layout.size("tp")))
+        sizes = (layout.size("tp"), min(shared[1:], default=1), chosen)
         if sizes not in self._sliced_work:
             ranks = layout.size("dp_shard") * layout.size("tp")
             whole = replace(layout, pp=1, dp_replicate=1, cp=1, ep=sizes[1]).resolve(ranks)
