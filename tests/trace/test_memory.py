@@ -83,6 +83,7 @@ def test_a_rank_with_an_adapter_holds_what_the_trace_says(adapter: dict[str, Any
 # -- some layers for all -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -101,6 +102,7 @@ def test_a_few_layers_say_what_many_hold(family: str, options: dict[str, Any]) -
     assert found.peak == pytest.approx(whole.peak, rel=0.01)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "pattern"),
     [

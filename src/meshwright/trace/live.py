@@ -133,7 +133,8 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(item, torch.Tensor):
                 self._see(item)
         if not (is_collective or func.is_view or _torch_compat.in_backward()) and self._reads_parameters(args):
-            self.outputs += sum(item.nbytes for item in tree_iter(result) if isinstance(item, torch.Tensor))
+            made = (item for item in tree_iter(result) if isinstance(item, torch.Tensor) and not self._is_gathered(item))
+            self.outputs += sum(item.nbytes for item in made)  # what FSDP copies into a parameter is none
         if is_collective:
             self._mark(func.name(), args, kwargs or {})
         elif func is torch.ops.aten.div.Tensor and self._is_packed(args[0]):
@@ -149,8 +150,12 @@ class LiveBytes(TorchDispatchMode):
 
     def _reads_parameters(self, args: Any) -> bool:
         """Return whether an operator is given a gathered parameter beside something else."""
-        given = [self._alive.get(item.untyped_storage()._cdata) for item in args if isinstance(item, torch.Tensor)]
-        return len(given) > 1 and any(known is not None and known[2] is Kind.GATHERED for known in given)
+        given = [self._is_gathered(item) for item in args if isinstance(item, torch.Tensor)]
+        return len(given) > 1 and any(given)
+
+    def _is_gathered(self, tensor: torch.Tensor) -> bool:
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        return known is not None and known[2] is Kind.GATHERED
 
     def _is_packed(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the gradients of a unit in a row, as FSDP reduces them.

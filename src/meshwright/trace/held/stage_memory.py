@@ -125,7 +125,8 @@ class StageMemory:
             activations += alive * of_head[Kind.ACTIVATIONS]
             halved = turn.halved[self.stages.index(head)]
             activations += halved * max(0, of_head[Kind.OUTPUTS] - of_head[Kind.LOGITS])
-            logits = alive * of_head[Kind.LOGITS]  # after the half for inputs, those are gradients
+            # After the half for inputs, those are gradients; it keeps both.
+            logits = (alive + (turn.phase is Phase.INPUT and turn.stage == head)) * of_head[Kind.LOGITS]
             held = [(activations + works, logits)]
             if turn.stage == head:  # what this microbatch keeps for the loss is there while the loss is computed
                 held = [(activations + works - of_head[Kind.ACTIVATIONS], logits - of_head[Kind.LOGITS])]
