@@ -5,7 +5,9 @@ import os
 import sys
 import warnings
 
-__all__ = ["quiet"]
+__all__ = ["is_quiet", "keep_bars_apart", "quiet"]
+
+_CALLED: list[bool] = []
 
 
 def quiet() -> None:
@@ -16,6 +18,7 @@ def quiet() -> None:
     kernels for other machines. What must be known of them, Meshwright reports in its own words. Whoever sets
     ``PYTHONWARNINGS``, ``TRANSFORMERS_VERBOSITY`` or ``TORCH_LOGS`` decides for himself.
     """
+    _CALLED.append(True)
     if not sys.warnoptions:
         for kind in (FutureWarning, DeprecationWarning):
             warnings.simplefilter("ignore", kind)
@@ -29,3 +32,19 @@ def quiet() -> None:
     if "TORCH_LOGS" not in os.environ:
         for name in ("torch._subclasses.fake_tensor", "torch.utils._pytree", "torchao"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def is_quiet() -> bool:
+    """Return whether this process was silenced, so that those that it starts anew should be."""
+    return bool(_CALLED)
+
+
+def keep_bars_apart() -> None:
+    """Let the progress bars of this process share no lock with those of other processes.
+
+    tqdm makes a semaphore for that. Of a process that was started anew and is ended from outside, Python says that it leaked.
+    """
+    from tqdm.std import TqdmDefaultWriteLock  # type: ignore[import-untyped]
+
+    if not hasattr(TqdmDefaultWriteLock, "mp_lock"):  # a forked process has that of its parent
+        TqdmDefaultWriteLock.mp_lock = None

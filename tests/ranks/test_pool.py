@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -484,18 +485,38 @@ def test_workers_on_the_cpu_beside_a_driver(monkeypatch: pytest.MonkeyPatch, run
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
-def test_a_script_without_a_guard_is_told_of_it(tmp_path) -> None:
+def run_script(script: Path) -> "subprocess.CompletedProcess[str]":
+    here, environment = Path(__file__).parents[2], {**os.environ, "PYTHONPATH": "."}
+    return subprocess.run([sys.executable, script], cwd=here, env=environment, capture_output=True, text=True)
+
+
+def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from meshwright import device\nfrom meshwright.ranks.pool import Pool\nfrom tests.ranks.test_pool import who\n"
         "device._driver_runs = lambda: True\nwith Pool(1) as pool:\n    pool.run(who)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, script],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-    )
+    ended = run_script(script)
     assert "must stand below `if __name__" in ended.stderr
     assert "ended with exit code 1" in ended.stderr
+
+
+def says(_: object) -> None:
+    from tqdm import tqdm
+
+    list(tqdm([1]))
+    warnings.warn("a name will change", FutureWarning, stacklevel=1)
+
+
+def test_workers_that_are_started_anew_are_as_quiet_as_the_process_that_starts_them(tmp_path: Path) -> None:
+    """Nothing of other libraries, and nothing of Python about semaphores that leaked with a worker that was ended."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from meshwright import device\nfrom meshwright.quiet import quiet\nfrom meshwright.ranks.pool import Pool\n"
+        "from tests.ranks.test_pool import says\nif __name__ == '__main__':\n    quiet()\n"
+        "    device._driver_runs = lambda: True\n    with Pool(1) as pool:\n        pool.run(says)\n"
+    )
+    ended = run_script(script)
+    assert ended.returncode == 0, ended.stderr
+    assert "100%" in ended.stderr
+    assert "warn" not in ended.stderr.lower(), ended.stderr

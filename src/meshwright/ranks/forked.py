@@ -25,6 +25,7 @@ from meshwright.device import backend, claim
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.process_group import RECORDED, is_communication
 from meshwright.errors import MeshwrightError, WorkerError
+from meshwright.quiet import keep_bars_apart, quiet
 from meshwright.ranks.rank_state import Pace, RankState, look
 
 __all__ = ["BEAT", "JobOutcome", "WorkerPlace", "keep_inherited", "work"]
@@ -77,6 +78,7 @@ class WorkerPlace:
         kind: kind of device, as in :mod:`meshwright.device`.
         timeout: timeout of every collective.
         folder: a folder that all workers share, for the rendezvous and for Python stacks.
+        quiet: whether it keeps away what other libraries say to programmers, as the process that starts it does.
     """
 
     rank: int
@@ -84,6 +86,7 @@ class WorkerPlace:
     kind: str
     timeout: timedelta
     folder: Path
+    quiet: bool = False
 
     @property
     def stack_file(self) -> Path:
@@ -103,6 +106,9 @@ def keep_inherited() -> None:
 def work(seat: WorkerPlace, jobs: Connection, watch: Connection) -> None:
     """Join the group, then run one job after another until the parent ends the worker."""
     keep_inherited()
+    keep_bars_apart()
+    if seat.quiet:
+        quiet()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker has inherited the parent's handlers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from meshwright.device import start_method, starting
 from meshwright.distributed.process_group import end_openmp_threads
 from meshwright.errors import ConfigError, MeshwrightError, Refusal, UnsupportedError, WorkerError
+from meshwright.quiet import is_quiet
 from meshwright.ranks.forked import BEAT, JobOutcome, WorkerPlace, work
 from meshwright.ranks.hang import HangError, describe, mismatch
 from meshwright.ranks.rank_state import RankState, stack_of_text
@@ -190,7 +191,7 @@ class Pool:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self.world_size):
-                seat = WorkerPlace(rank, self.world_size, self.kind, timeout, Path(self._folder.name))
+                seat = WorkerPlace(rank, self.world_size, self.kind, timeout, Path(self._folder.name), is_quiet())
                 (jobs, their_jobs), (watch, their_watch) = context.Pipe(), context.Pipe()
                 process = context.Process(target=work, args=(seat, their_jobs, their_watch), daemon=True)
                 with starting(self.kind):
