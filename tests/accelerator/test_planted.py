@@ -69,10 +69,10 @@ def leave_labels_on_the_host(trainer: Trainer) -> None:
     trainer.batches.to_device = left  # type: ignore[method-assign]
 
 
-def use_the_first_device(trainer: Trainer) -> None:
+def use_the_device_of_the_other_rank(trainer: Trainer) -> None:
     clip = trainer.clip
-    first = torch.device(trainer.device.type, 0)
-    trainer.clip = lambda: clip() * torch.ones(1, device=first)  # type: ignore[method-assign]
+    other = torch.device(trainer.device.type, 1 - (trainer.device.index or 0))
+    trainer.clip = lambda: clip() * torch.ones(1, device=other)  # type: ignore[method-assign]
 
 
 def spoil_the_second_loss(trainer: Trainer) -> None:
@@ -102,7 +102,7 @@ def test_a_pinned_buffer_that_is_filled_again_too_early(tiny: Tiny, two: Workers
         assert any(fault.startswith("reuse: ") for fault in rank.faults)
 
 
-@pytest.mark.parametrize("plant", [leave_labels_on_the_host, use_the_first_device])
+@pytest.mark.parametrize("plant", [leave_labels_on_the_host, use_the_device_of_the_other_rank])
 def test_a_tensor_of_another_device(tiny: Tiny, two: Workers, plant: Callable[[Trainer], None]) -> None:
     with pytest.raises(WorkerError, match="Expected all tensors to be on the same device"):
         train_with(two, tiny(*RUN), plant)
