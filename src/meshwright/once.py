@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Once:
-    """A dataclass that does not change. A pickle of it has its fields alone."""
+    """A dataclass of which nothing changes that an answer depends on. A pickle of it has its fields alone."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {item.name: vars(self)[item.name] for item in fields(self)}  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import warnings
 
 __all__ = ["is_quiet", "keep_bars_apart", "quiet"]
 
-_CALLED: list[bool] = []
+_QUIET = False
 
 
 def quiet() -> None:
@@ -18,7 +18,8 @@ def quiet() -> None:
     kernels for other machines. What must be known of them, Meshwright reports in its own words. Whoever sets
     ``PYTHONWARNINGS``, ``TRANSFORMERS_VERBOSITY`` or ``TORCH_LOGS`` decides for himself.
     """
-    _CALLED.append(True)
+    global _QUIET
+    _QUIET = True
     if not sys.warnoptions:
         for kind in (FutureWarning, DeprecationWarning):
             warnings.simplefilter("ignore", kind)
@@ -36,7 +37,7 @@ def quiet() -> None:
 
 def is_quiet() -> bool:
     """Return whether this process was silenced, so that those that it starts anew should be."""
-    return bool(_CALLED)
+    return _QUIET
 
 
 def keep_bars_apart() -> None:

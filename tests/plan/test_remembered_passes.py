@@ -1,6 +1,8 @@
 """A plan with what passes found before is the plan without it, and most passes are not made again."""
 
+import copy
 import itertools
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,6 +121,16 @@ def test_what_a_pass_reads_may_depend_on_what_it_has_read() -> None:
     assert remembered.find(find, draft_of(Layout(dp_shard=2), sync_units={"*": "defer"})).value == {"*": "defer"}
     assert remembered.find(find, draft_of(Layout(dp_shard=2, tp=2), sync_units={"*": "defer"})).value == 1
     assert remembered.find(find, draft_of(Layout(dp_shard=4, tp=2))).value == 1
+    assert len(calls) == 3
+
+
+def test_a_copy_knows_nothing() -> None:
+    calls: list[str] = []
+    find, remembered, draft = counted(calls, "tp"), RememberedPasses(), draft_of(Layout(dp_shard=2))
+    remembered.find(find, draft)
+    for other in (copy.deepcopy(remembered), pickle.loads(pickle.dumps(remembered))):
+        other.find(find, draft)
+    remembered.find(find, draft)
     assert len(calls) == 3
 
 

@@ -34,7 +34,7 @@ class _Node:
         question: what is read here; ``None``: nothing more, or it is not known yet.
         next: the place after each answer.
         found: what the pass found, if nothing more is read.
-        asked: answers that are compared by identity. They are kept, so that no other object gets theirs.
+        asked: answers so far. Some are compared by identity, which no other object gets as long as they are kept.
     """
 
     question: Question | None = None
@@ -50,6 +50,10 @@ class RememberedPasses:
         self._of: tuple[ParallelSpec, Inspection] | None = None
         self._trees: dict[Pass, _Node] = {}
         self._leaves: dict[Pass, int] = {}
+
+    def __reduce__(self) -> tuple[type["RememberedPasses"], tuple[()]]:
+        """A copy knows nothing: what it has would have other identities."""
+        return RememberedPasses, ()
 
     def find(self, find: Pass, draft: Draft) -> Found[Any]:
         """Return what a pass finds. If it was made before for a draft of which it read the same, it is not made again."""

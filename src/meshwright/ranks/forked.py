@@ -78,7 +78,7 @@ class WorkerPlace:
         kind: kind of device, as in :mod:`meshwright.device`.
         timeout: timeout of every collective.
         folder: a folder that all workers share, for the rendezvous and for Python stacks.
-        quiet: whether it keeps away what other libraries say to programmers, as the process that starts it does.
+        quiet: whether it is to keep away what other libraries say to programmers; a forked one does as its parent.
     """
 
     rank: int

@@ -191,7 +191,8 @@ class Pool:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self.world_size):
-                seat = WorkerPlace(rank, self.world_size, self.kind, timeout, Path(self._folder.name), is_quiet())
+                folder, anew = Path(self._folder.name), method == "spawn"
+                seat = WorkerPlace(rank, self.world_size, self.kind, timeout, folder, anew and is_quiet())
                 (jobs, their_jobs), (watch, their_watch) = context.Pipe(), context.Pipe()
                 process = context.Process(target=work, args=(seat, their_jobs, their_watch), daemon=True)
                 with starting(self.kind):

@@ -17,7 +17,7 @@ from meshwright.plan.axes.context.sharing import positions_of
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import FIRST, INNER, SECOND, SPAN
 from meshwright.plan.given.names import holder_of, holders_of, inside, within
-from meshwright.plan.result.sharding_plan import ADDED, ShardingPlan, TensorParallelRow, UnitRow
+from meshwright.plan.result.sharding_plan import ADDED, ROOT, ShardingPlan, TensorParallelRow, UnitRow
 
 __all__ = ["Portion", "Side", "borders", "first_microbatch", "portion_of_rank", "tokens_of_units"]
 
@@ -118,7 +118,8 @@ def portion_of_rank(
     if ranks == 1:
         return everything
     own = plan.sliced_modules.get(module)
-    around = [row for name in holders_of(module) if (row := plan.sliced_modules.get(name)) and row.style in ("region", *SPAN)]
+    holders = (*holders_of(module), *([ROOT] if module else []))
+    around = [row for name in holders if (row := plan.sliced_modules.get(name)) and row.style in ("region", *SPAN)]
     if around:
         return everything if around[-1].entry is Move.GATHER_SEQUENCE_WHOLE else None
     if own is not None and side is Side.OUTPUT and own.exit is Move.VOCABULARY:

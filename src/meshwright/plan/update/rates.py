@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from meshwright.errors import Problems
 from meshwright.plan.draft import Draft, Found, Rate, names_for
-from meshwright.plan.given.names import holder_of, holders_of, nearest, within
+from meshwright.plan.given.names import holder_of, holders_of, outermost, within
 
 __all__ = ["choose_rates"]
 
@@ -39,7 +39,7 @@ def choose_rates(draft: Draft) -> Found[dict[str, Rate]]:
 def _layers_above(draft: Draft, names: Sequence[str]) -> dict[str, int]:
     """Return for each parameter how many layers of its stack are above it."""
     layers = set(draft.layers)
-    layer_of = {one.name: nearest(one.name, layers) for one in draft.parameters}
+    layer_of = {one.name: outermost(one.name, layers) for one in draft.parameters}
     listed = list(layer_of)
     first = next((place for place, name in enumerate(listed) if layer_of[name]), len(listed))
 

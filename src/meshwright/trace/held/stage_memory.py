@@ -125,7 +125,7 @@ class StageMemory:
             activations += alive * of_head[Kind.ACTIVATIONS]
             halved = turn.halved[self.stages.index(head)]
             activations += halved * max(0, of_head[Kind.OUTPUTS] - of_head[Kind.LOGITS])
-            # After the half for inputs, those are gradients; it keeps both.
+            # The half for inputs of the head holds the logits beside their gradient, and leaves the gradient.
             logits = (alive + (turn.phase is Phase.INPUT and turn.stage == head)) * of_head[Kind.LOGITS]
             held = [(activations + works, logits)]
             if turn.stage == head:  # what this microbatch keeps for the loss is there while the loss is computed
