@@ -129,7 +129,7 @@ def test_a_plan_of_an_earlier_version_says_what_crosses_a_cut(streams: tuple[int
     "asked", [passes_of, lambda plan: crossing_shape(plan, 1, 3, 64), lambda plan: stages_with(plan, "model")]
 )
 def test_stages_without_a_program_are_refused(asked: Callable[[ShardingPlan], Any]) -> None:
-    with pytest.raises(PlanError, match="no program: an earlier version of Meshwright wrote it, or it is for prices"):
+    with pytest.raises(PlanError, match="no program: it is of an earlier version of Meshwright, or for prices"):
         asked(replace(planned(), program=()))
 
 

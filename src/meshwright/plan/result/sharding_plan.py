@@ -49,9 +49,7 @@ EXPERTS = "experts"
 ADDED = "added"
 """Kind of the units that an objective added to the model, and calls."""
 
-NO_PROGRAM = (
-    "the plan has no program: an earlier version of Meshwright wrote it, or it is for prices; make it anew with resolve()"
-)
+NO_PROGRAM = "the plan has no program: it is of an earlier version of Meshwright, or for prices; make it anew with resolve()"
 """What is wrong with a plan that has rows only."""
 
 
