@@ -3,8 +3,8 @@
     taskset -c 0 python benchmarks/verdict.py
 
 Each shape is forecast in two fresh processes, from the start of Python to the verdict and the time of a step. The first one
-finds no kept trace, the second one those of the first. In the second, the run is then planned and priced again, as a search
-does with each candidate: medians of nine.
+finds no kept trace, the second one those of the first. In the second, the run is then planned and priced with 3 to 10 times the
+replicas, as a search does with each candidate: medians. The first two do not count: they make traces.
 """
 
 import json
@@ -43,16 +43,20 @@ def forecast(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
     assert found.time.step_seconds > 0
     print(json.dumps({"verdict": True}), flush=True)
     plans, prices = [], []
-    for _ in range(9):
+    replicas, batch = setup.layout.size("dp_replicate"), setup.config.training.global_batch_size
+    for times in range(1, 11):
+        layout = setup.config.layout.model_copy(update={"dp_replicate": times * replicas})
+        training = setup.config.training.model_copy(update={"global_batch_size": times * batch})
+        config = setup.config.model_copy(update={"layout": layout, "training": training})
         begun = time.perf_counter()
-        again = change_setup(setup, setup.config, ranks, program=False)
+        again = change_setup(setup, config, times * ranks, program=False)
         planned = time.perf_counter()
         traces = Traces(again, store=found.traces.store)
         fit(again, found.hardware, traces)
         forecast_time(again, found.hardware, traces)
         plans.append(planned - begun)
         prices.append(time.perf_counter() - planned)
-    print(json.dumps({"plan": 1000 * median(plans), "price": 1000 * median(prices)}))
+    print(json.dumps({"plan": 1000 * median(plans[2:]), "price": 1000 * median(prices[2:])}))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Answers about something that does not change, each found once."""
+"""Keeps the answer of a function about a dataclass that does not change."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import fields
@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 class Once:
-    """A dataclass of which nothing changes that an answer depends on. A pickle of it has its fields alone."""
+    """A dataclass of which nothing changes that an answer depends on.
+
+    A pickle of it has its fields alone, without these answers and without its cached properties.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         return {item.name: vars(self)[item.name] for item in fields(self)}  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     problems = Problems()
-    if not any(isinstance(action, Wrap) for action in plan.program):
+    if not plan.has_program:
         problems.add("plan.model", NO_PROGRAM)
     if mesh.layout != plan.layout:
         problems.add("plan.mesh", f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")

@@ -1,8 +1,8 @@
-"""What passes of the resolver found, by what they read: for another layout of the same model, most need not be made again.
+"""What passes of the resolver found, with what they read: another plan repeats only those that read something else.
 
 A pass reads sizes, options, and what passes before it found. What it reads next depends on what it has read. So its reads are a
-tree, whose leaves are what it found. A draft notes what is read of it. Sizes and options are compared by value, and what passes
-found by identity: a pass that is not made again gives the same object.
+tree, and what it found are the leaves. The draft that a pass gets notes what is read. Sizes and options are compared by value.
+What passes found is compared by identity, because a pass that is not repeated gives the same object again.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -23,7 +23,7 @@ Question = tuple[str, str]
 """What is read: ``layout`` (an attribute), ``size`` (of an axis), ``options`` or ``draft``, and its name."""
 
 MOST = 64
-"""Finds of a pass that are kept. When there are more, all of them are forgotten: some hold a row for each parameter."""
+"""How much of a pass is remembered. Beyond that, all of it is forgotten, because some passes find a row for each parameter."""
 
 
 @dataclass
@@ -34,13 +34,13 @@ class _Node:
         question: what is read here; ``None``: nothing more, or it is not known yet.
         next: the place after each answer.
         found: what the pass found, if nothing more is read.
-        asked: answers so far. Some are compared by identity, which no other object gets as long as they are kept.
+        kept: answers that are compared by identity, so that no other object gets theirs.
     """
 
     question: Question | None = None
     next: "dict[Hashable, _Node]" = field(default_factory=dict)
     found: Found[Any] | None = None
-    asked: list[Any] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
 
 
 class RememberedPasses:
@@ -56,7 +56,7 @@ class RememberedPasses:
         return RememberedPasses, ()
 
     def find(self, find: Pass, draft: Draft) -> Found[Any]:
-        """Return what a pass finds. If it was made before for a draft of which it read the same, it is not made again."""
+        """Return what a pass finds. It is called only if no earlier draft had all that it reads in common with this one."""
         if self._of is None or self._of[0] is not draft.spec or self._of[1] is not draft.model:
             self._of, self._trees, self._leaves = (draft.spec, draft.model), {}, {}
         node: _Node | None = self._trees.get(find)
@@ -81,8 +81,10 @@ class RememberedPasses:
             # The order of reads may differ: the order of a set depends on what was in it before.
             left = [question for question in left if question != node.question]
             answer = _answer(draft, node.question)
-            node.asked.append(answer)
-            node = node.next.setdefault(_key(node.question, answer), _Node())
+            key = _key(node.question, answer)
+            if key not in node.next:
+                node.kept.append(answer)
+            node = node.next.setdefault(key, _Node())
         node.found = found
 
 

@@ -9,42 +9,26 @@ from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
+class Stack(nn.Module):
+    """Modules that run one after another, in a list with a name."""
+
+    def __init__(self, name: str, *parts: nn.Module) -> None:
         super().__init__()
-        self.w = nn.Linear(8, 8, bias=False)
+        self.add_module(name, nn.ModuleList(parts))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.w(hidden)
-
-
-class Stage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
-
-
-class Staged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(Stage() for _ in range(2))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for stage in self.stages:
-            hidden = stage(hidden)
+        for part in next(self.children()):
+            hidden = part(hidden)
         return hidden
 
 
 def test_of_layers_inside_of_layers_the_outer_ones_count() -> None:
+    blocks = [[nn.Linear(8, 8, bias=False) for _ in range(2)] for _ in range(2)]
+    model = Stack("stages", *(Stack("blocks", *own) for own in blocks))
     spec = ParallelSpec(family="staged", layers=("stages.*", "stages.*.blocks.*"))
     options = ParallelOptions(param_dtype=None, groups=(("**", 1.0, 0.5, None, ()),))
-    plan = resolve(spec, Staged(), Layout(), options, world_size=2)
+    plan = resolve(spec, model, Layout(), options, world_size=2)
     assert {row.name: row.rate for row in plan.parameters} == {
-        "stages.0.blocks.0.w.weight": 0.5, "stages.0.blocks.1.w.weight": 0.5,
-        "stages.1.blocks.0.w.weight": 1.0, "stages.1.blocks.1.w.weight": 1.0,
+        "stages.0.blocks.0.weight": 0.5, "stages.0.blocks.1.weight": 0.5,
+        "stages.1.blocks.0.weight": 1.0, "stages.1.blocks.1.weight": 1.0,
     }  # fmt: skip

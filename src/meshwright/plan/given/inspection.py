@@ -133,15 +133,9 @@ class Inspection(Once):
         """Names of all modules but the root."""
         return [name for name in self.modules if name]
 
-    @cached_property
-    def _matched(self) -> dict[str, list[str]]:
-        return {}
-
     def matched(self, pattern: str) -> list[str]:
         """Return the names of the modules that a pattern matches, in model order; the root is not one of them."""
-        if pattern not in self._matched:
-            self._matched[pattern] = match_names(pattern, self.names)
-        return self._matched[pattern]
+        return match_names(pattern, self.names)
 
     @cached_property
     def parameter_of(self) -> dict[str, ParameterFacts]:

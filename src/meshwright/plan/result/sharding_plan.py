@@ -157,6 +157,11 @@ class ShardingPlan(Once):
         """The number that must divide the sequence length of a batch."""
         return self.options.sequence_multiple(self.layout)
 
+    @property
+    def has_program(self) -> bool:
+        """Whether it has a program, and not only the cut, which prices need too."""
+        return any(not isinstance(action, Cut) for action in self.program)
+
     @cached_property
     def sliced_modules(self) -> dict[str, TensorParallelRow]:
         """The rows of modules that compute with slices or have a move, by module."""
@@ -250,7 +255,7 @@ class ShardingPlan(Once):
             *row_differences("pipeline", self.stages, other.stages),
             *row_differences("loss", *([plan.loss] if plan.loss else [] for plan in (self, other))),
         ]
-        if not differences and self.program and other.program:  # plans of earlier versions have no program
+        if not differences and self.has_program and other.has_program:
             ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))
             differences += [PlanDifference(f"action {line}", "", line, None) for line in ours if line not in theirs]
             differences += [PlanDifference(f"action {line}", "", None, line) for line in theirs if line not in ours]

@@ -22,7 +22,7 @@ from meshwright.plan.axes.context.model_computes import own_code_actions, own_co
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.attentions import AttentionFacts
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
-from meshwright.plan.given.names import holder_of, without_repetition
+from meshwright.plan.given.names import holders_of, without_repetition
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.sequence.canvas_facts import CanvasFacts
 from meshwright.plan.result.context.canvas_rows import CanvasRow, columns_of_rank
@@ -222,12 +222,8 @@ def _head_problems(cp: int, rows: Sequence[AttentionRow]) -> Problems:
 
 def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
     """Yield the actions that let attentions work on a part of each sequence, and make the model call them."""
-    around = {""}
-    for row in plan.attentions:
-        name = row.module
-        while name:  # the config that masks are made by is that of a module around it, and may be another
-            around.add(name)
-            name = holder_of(name)
+    # The config that masks are made by is that of a module around an attention, and may be another.
+    around = {"", *(name for row in plan.attentions for name in (row.module, *holders_of(row.module)))}
     for name, module in draft.model.modules.items():
         if any(not row.cached for row in plan.attentions) and name in around and module.has_config:
             yield Assign(name, (("config._attn_implementation", FUNCTION),))

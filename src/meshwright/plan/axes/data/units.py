@@ -7,7 +7,7 @@ from meshwright.errors import Problems, Refusal
 from meshwright.plan.axes.data.twin_stacks import twin_parameters
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, GradientReduction, SyncPolicy
-from meshwright.plan.given.names import inside, within
+from meshwright.plan.given.names import inside, outermost, within
 from meshwright.plan.result.program import Action, Engine, JoinTwins, PartTwins, Wrap
 from meshwright.plan.result.sharding_plan import (
     EXPERTS,
@@ -146,7 +146,8 @@ def unit_actions(plan: ShardingPlan) -> Iterator[Action]:
 
 def _around(plan: ShardingPlan, parts: Sequence[UnitRow]) -> tuple[str, ...]:
     """Return the layers around modules that are one unit, and those of the modules that are in no layer."""
-    return tuple(dict.fromkeys(next((layer for layer in plan.layers if inside(part.name, layer)), part.name) for part in parts))
+    layers = set(plan.layers)
+    return tuple(dict.fromkeys(outermost(part.name, layers) or part.name for part in parts))
 
 
 def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:

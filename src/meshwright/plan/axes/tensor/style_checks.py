@@ -16,7 +16,7 @@ from meshwright.layout import divisors
 from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, NORM, SECOND, STYLES, canonical, tp_dim
 from meshwright.plan.axes.tensor.with_adapters import small_of_experts
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
-from meshwright.plan.given.names import generalize, holder_of, inside, within
+from meshwright.plan.given.names import generalize, holder_of, holders_of, inside, within
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.sliced_code import counts_heads
 from meshwright.plan.result.sharding_plan import TensorParallelRow
@@ -173,9 +173,7 @@ def _by_holders(module_styles: Mapping[str, str], styles: Collection[str]) -> di
     """Return the modules that have one of some styles, by each module around them."""
     found: dict[str, list[str]] = {}
     for name, style in module_styles.items():
-        holder = name if style in styles else ""
-        while holder:
-            holder = holder_of(holder)
+        for holder in (*holders_of(name), "") if style in styles else ():
             found.setdefault(holder, []).append(name)
     return found
 
