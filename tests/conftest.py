@@ -27,6 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """With ``-n auto``, three workers on two cores: many tests wait for processes that they start."""
+    return 3 * (os.cpu_count() or 2) // 2
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_all_but_a_sample(items)
@@ -49,10 +54,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _mark_all_but_a_sample(items: list[pytest.Item]) -> None:
-    """Mark as thorough all cases of a test with ``sampled(number)``, except for this number, evenly spread."""
+    """Mark as thorough all cases of a test with ``sampled(number)``, except for this number, evenly spread.
+
+    Cases that are marked as thorough themselves do not count.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("thorough"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in cases.values():
         marker = of_test[0].get_closest_marker("sampled")

@@ -196,6 +196,7 @@ _DIFFERENT = {
 _DEFAULT = ("order", "transfer")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case", [name if name in _DEFAULT else pytest.param(name, marks=pytest.mark.thorough) for name in _DIFFERENT]
 )

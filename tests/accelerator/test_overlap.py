@@ -14,6 +14,7 @@ SEVERAL_STAGES = ("pp=2, interleaved 1f1b", "pp=2, zbv")
 DEFAULT = ("dp_shard=2, reduce each, reshard", "tp=2", "cp=2, ring", "ep=2", "pp=2, 1f1b")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
 )

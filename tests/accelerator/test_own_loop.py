@@ -21,6 +21,7 @@ def homes(engine: mw.Engine) -> list[torch.device]:
     return [value.device for state in engine.optimizer.state.values() for value in state.values()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "fused", "others"),
     [

@@ -102,6 +102,7 @@ def test_a_pinned_buffer_that_is_filled_again_too_early(tiny: Tiny, two: Workers
         assert any(fault.startswith("reuse: ") for fault in rank.faults)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plant", [leave_labels_on_the_host, use_the_device_of_the_other_rank])
 def test_a_tensor_of_another_device(tiny: Tiny, two: Workers, plant: Callable[[Trainer], None]) -> None:
     with pytest.raises(WorkerError, match="Expected all tensors to be on the same device"):
@@ -134,6 +135,7 @@ def test_a_step_that_is_not_finite_ends_the_run_a_step_later_and_nothing_is_save
     assert not list((config.directory / "checkpoints").glob("*"))
 
 
+@pytest.mark.thorough
 def test_no_name_of_a_device_is_built_in(tiny: Tiny, tmp_path: Path, accelerator: Path, cpu_pool: Pool) -> None:
     _write(tmp_path / "weights")
     options = (*RUN, f"model={{path: '{tmp_path / 'weights'}'}}", "launch.device=auto")

@@ -160,6 +160,12 @@ CASES = {
     ),
 }
 
+SELDOM = {
+    "defer, bf16", "logged at the ends", "tp, whole logits", "ep, recomputed", "callbacks", "teacher in stages", "lion", "sgd",
+    "adafactor, tp", "adamw4bit, tp", "adamwfp8, offload", "muon, replicas", "muon, tp", "muon, ep", "muon, offload",
+}  # fmt: skip
+"""Cases that vary others, and are thorough."""
+
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -199,7 +205,7 @@ def compare(tiny: Tiny, overrides: tuple[str, ...], workers: Workers, pool: Pool
     return on_device
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in SELDOM)) for name in CASES])
 def test_training(tiny: Tiny, weights: Callable[[str], Path], two: Workers, cpu_pool: Pool, name: str) -> None:
     case = CASES[name]
     every = (f"training.steps={STEPS}", "training.log_every=1", f"training.eval_every={STEPS}", "checkpoint.every=0")
@@ -245,7 +251,7 @@ NUMBERS = 128
 """Bytes of the metrics, of the guard and of the balance, single numbers that no forecast has."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES_OF_MEMORY)
 def test_the_peak_of_memory_is_the_forecast(tiny: Tiny, weights: Callable[[str], Path], two: Workers, name: str) -> None:
     config = tiny(*EVERY, *overrides_of(CASES[name], weights(CASES[name].model)))
@@ -266,6 +272,7 @@ def test_a_teacher_takes_at_most_what_is_forecast(tiny: Tiny, weights: Callable[
     assert 0.9 * (alone + more) < peak < alone + more
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "place"),
     [

@@ -186,6 +186,7 @@ def test_the_device_is_calibrated(tiny: Tiny, tmp_path: Path, command: Callable[
     assert 0 < values["bf16_tflops"] < 100
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [("layout.dp_shard=2",), ("layout.dp_shard=1", "layout.tp=2")], ids=["shard 2", "tp 2"])
 def test_a_save_in_the_background_waits_once(tiny: Tiny, two: Workers, layout: tuple[str, ...]) -> None:
     """Its buffers on the host are used again, and hold what the plan says."""

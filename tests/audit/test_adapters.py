@@ -43,7 +43,7 @@ def fitting(kind: str, label: str, family: str) -> str:
     return "qwen3_moe" if family == "llama" and ("experts" in kind or "ep" in label) else family
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "label", "family", "variant"), CELLS, ids=lambda item: str(item).replace(" ", "-"))
 def test_gradients_are_those_of_one_process(
     auditor: Auditor, folder: Path, kind: str, label: str, family: str, variant: Any

@@ -44,6 +44,7 @@ def auditor() -> Iterator[Auditor]:
         yield auditor
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "label"),
     [("bitnet", "tp 2 seq"), ("mamba2", "tp 2 seq"), *(pytest.param(*own, marks=pytest.mark.thorough) for own in THOROUGH)],
@@ -92,6 +93,7 @@ PLANTS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("plant", "name", "kind", "words"),
     [*PLANTS[:3], *(pytest.param(*own, marks=pytest.mark.thorough) for own in PLANTS[3:])],

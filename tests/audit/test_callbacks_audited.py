@@ -24,6 +24,7 @@ def audited(auditor: Auditor, folder: Path, place: str, *callbacks: Any) -> Audi
     return auditor.audit(Case(config, ready.store, ready.steps), PLACES[place].world_size)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "words"),
     [

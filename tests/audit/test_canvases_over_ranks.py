@@ -33,6 +33,7 @@ def passes(auditor: Auditor, built: Case, place: str) -> None:
     assert any("decoder.layers.1" in row.point.module and row.passed for row in report.borders)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "method"), [("all_blocks", "gather"), ("one_block", "ring")])
 def test_two_ranks_compute_what_one_process_does(auditor: Auditor, tmp_path: Path, mode: str, method: str) -> None:
     passes(auditor, case(tmp_path, "cp 2", mode, context_parallel=method), "cp 2")
@@ -82,6 +83,7 @@ def test_planted_bugs_are_found_where_they_are(auditor: Auditor, tmp_path: Path,
     assert (first.kind, words in first.message) == (Kind.FORWARD, True), [finding.message for finding in report.findings]
 
 
+@pytest.mark.thorough
 def test_a_rank_with_noise_of_its_own_is_found(auditor: Auditor, tmp_path: Path) -> None:
     report = auditor.audit(case(tmp_path, "cp 2"), 2, plants=[plants.noise_of_rank_1])
     first = report.findings[0]

@@ -70,6 +70,7 @@ def routers_not_summed(trainer: RankTrainer) -> None:
     plants.replanned(trainer, "sequence_parallel", lambda name: name.startswith(routers), sums=())
 
 
+@pytest.mark.thorough
 def test_routers_whose_gradients_are_not_summed_are_named(auditor: Auditor, tmp_path: Path) -> None:
     report = auditor.audit(case(tmp_path, "diffusion_gemma", "tp 2 seq"), 2, plants=[routers_not_summed])
     first = report.findings[0]

@@ -49,6 +49,7 @@ def test_workers_without_a_strategy_of_the_caller_prove_nothing(tmp_path: Path, 
             auditor.audit(case, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model_type", "packing", "label"),
     [
@@ -134,6 +135,7 @@ def masks_of_the_first_queries(trainer: RankTrainer) -> None:
 GPTJ, BIGCODE = "transformer.h.0.attn", "transformer.h.0.attn"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("plant", "model_type", "packing", "kind", "words"),
     [

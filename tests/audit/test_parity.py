@@ -57,7 +57,7 @@ def test_every_layout_and_policy(auditor: Auditor, folder: Path, place: Place) -
         assert report.worst_gradient < 1e-12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ContextMethod)
 @pytest.mark.parametrize(("family", "label"), [("gemma3_text", "cp 2"), ("mixtral", "cp 2 x shard 2"), ("gpt_oss", "cp 4")])
 def test_ranks_that_share_sequences(auditor: Auditor, folder: Path, family: str, label: str, method: ContextMethod) -> None:
@@ -78,7 +78,7 @@ def audited_at_length(auditor: Auditor, folder: Path, method: ContextMethod, **o
     return auditor.audit(family_case("gemma3_text", place, variant, folder, **options), 2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ContextMethod)
 def test_a_long_sequence_of_many_documents(auditor: Auditor, folder: Path, method: ContextMethod) -> None:
     """Masks are computed in blocks there, in backward once more."""
@@ -156,7 +156,7 @@ def test_collectives_of_five_units_and_four_microbatches(auditor: Auditor, folde
     }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", FOUR, ids=lambda place: place.label.replace(" ", "-"))
 @pytest.mark.parametrize(
     "options",
@@ -347,7 +347,7 @@ def test_sequence_and_loss_parallel(auditor: Auditor, folder: Path, place: Place
         assert report.worst_gradient < 1e-12
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", sorted(SPARSE))
 def test_every_mixture_of_experts_over_ep(auditor: Auditor, folder: Path, family: str) -> None:
     """Each expert in one half of the ranks, sharded there; some microbatches leave experts without a token."""

@@ -79,6 +79,7 @@ def few_states(trainer: RankTrainer) -> None:
     own._encode = encode
 
 
+@pytest.mark.thorough
 def test_a_microbatch_leaves_nothing_on_its_ranks(auditor: Auditor, tmp_path: Path) -> None:
     built = case(tmp_path, "pp 2", Variant(SyncPolicy.DEFER, "float64", 8, False, False))
     report = auditor.audit(built, 2, plants=[few_states])

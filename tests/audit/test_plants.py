@@ -77,7 +77,7 @@ def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("plant", "place", "options", "kind", "words"),
     [
@@ -178,7 +178,7 @@ def test_what_the_user_excepts_is_not_decayed_on_either_side(auditor: Auditor, t
     assert report.findings[0].message == "rank 0 applies weight decay to vectors, or to excepted parameters: lm_head.weight"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("plant", "kind", "words"),

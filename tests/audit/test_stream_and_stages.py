@@ -86,6 +86,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model_type", "label", "packing"), CELLS)
 def test_the_cell_of_a_mechanism(auditor: Auditor, folder: Path, model_type: str, label: str, packing: str) -> None:
     report = auditor.audit(case(folder, model_type, label, packing), PLACES[label].world_size)
@@ -93,6 +94,7 @@ def test_the_cell_of_a_mechanism(auditor: Auditor, folder: Path, model_type: str
     assert report.worst_gradient < 1e-12
 
 
+@pytest.mark.thorough
 def test_keys_that_a_later_stage_shares_cross_with_the_heads_of_a_rank(auditor: Auditor, folder: Path) -> None:
     """The last two layers of four have the keys and values of the first two."""
     tiny = TINY_MODELS["gemma3n_text"].config
@@ -152,6 +154,7 @@ def tower_drawn_anew(trainer: RankTrainer) -> None:
             tower.add_(1.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("plant", "model_type", "label", "kind", "words"),
     [

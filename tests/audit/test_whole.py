@@ -31,7 +31,7 @@ def audited(folder: Path, place: str = "shard 2", **options: Any) -> AuditReport
         return auditor.audit(case(folder, place, **options), PLACES[place].world_size, whole=True)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("place", "options"),
     [
@@ -147,6 +147,7 @@ def evaluation_of_one_rank(patch: pytest.MonkeyPatch) -> None:
 SIZES = {"model": {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("plant", "options", "kind", "words"),
     [

@@ -67,7 +67,7 @@ def checkpoint(config: RunConfig) -> Path:
     return Paths(config.directory).checkpoints / "step-00000003"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_logits_and_tokenizer(trained: tuple[RunConfig, torch.Tensor], exported: Path) -> None:
     model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not report["missing_keys"]
@@ -82,6 +82,7 @@ def test_logits_and_tokenizer(trained: tuple[RunConfig, torch.Tensor], exported:
     assert model.config.use_cache
 
 
+@pytest.mark.sampled(3)
 def test_each_weight_once(exported: Path) -> None:
     with safe_open(exported / "model.safetensors", framework="pt") as content:
         names = set(content.keys())

@@ -85,7 +85,7 @@ def test_metrics_have_each_step_once_after_resuming(llama: RunConfig, tiny: Tiny
     assert checkpoints(copy) == ["step-00000003", "step-00000006"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -141,7 +141,7 @@ PAIRS = [(first, second) for at, first in enumerate(LAYOUTS) for second in (list
 """Each layout to itself and to one other. More pairs would show little: files hold whole tensors, and a rank reads its part."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_from_each_layout_to_another(
     llama: RunConfig, tiny: Tiny, begun_on: Callable[[str], RunConfig], first: str, second: str
@@ -151,6 +151,7 @@ def test_from_each_layout_to_another(
     assert go_on(begun_on(first), copy, ranks) == pytest.approx(losses(llama), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_from_four_stages_to_two_to_one_process_and_back(tiny: Tiny) -> None:
     deep = ("model.config.num_hidden_layers=4", "data.packing=pad", *EVERY)
     four = (*deep, "layout.dp_shard=1", "layout.pp=4")

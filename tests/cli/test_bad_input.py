@@ -60,6 +60,7 @@ def test_heads_that_do_not_divide(meshwright: Meshwright, config: str, verb: str
     wrong(meshwright, verb, config, "layout.tp=3", *sizes, *ranks, parts=parts, messages=2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verb", [("train",), ("plan",), ("plan", "--gpu", "h100")])
 def test_key_value_heads_that_no_attention_can_share(meshwright: Meshwright, config: str, verb: tuple[str, ...]) -> None:
     """A config may leave them out, and its family's default is more than it has heads."""
@@ -267,6 +268,7 @@ def test_port_in_use(meshwright: Meshwright, config: str, taken_port: int) -> No
     wrong(meshwright, "train", config, f"launch.port={taken_port}", "--nproc", 2, parts=parts)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

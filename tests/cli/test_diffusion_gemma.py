@@ -47,6 +47,7 @@ def test_steps_of_denoising_are_for_what_denoises(meshwright: Meshwright, tmp_pa
     assert "steps=5: LlamaForCausalLM generates one token at a time" in refused.error
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_the_released_shapes_are_planned_without_weights(meshwright: Meshwright, ranks: int) -> None:
     found = meshwright("plan", EXAMPLES / f"diffusion_gemma_26b_{ranks}gpu.yaml", "--json")

@@ -51,6 +51,7 @@ def test_a_rank_fails(meshwright: Meshwright, config: str, how: str, rank: int, 
     assert len(losses(run)) == 6
 
 
+@pytest.mark.thorough
 def test_a_rank_that_crashes_in_native_code(meshwright: Meshwright, config: str) -> None:
     """Its last stack is shown: it may never come back."""
     found = meshwright("train", config, "--nproc", 2, before=fail("abort", 1))

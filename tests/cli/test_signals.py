@@ -191,6 +191,7 @@ def test_to_torchrun(config: str) -> None:
     assert f"with the complete checkpoint {run.output}/checkpoints/{last}" in error
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_at_once(meshwright: Meshwright, config: str) -> None:
     """A step that hangs has no end to wait for."""
     found = meshwright("train", config, "--nproc", 2, before=fail("terminate the launcher", 1))
@@ -217,6 +218,7 @@ def _interrupted_in(name: str, everyone: bool = False) -> Callable[[], None]:
     return patch
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("place", "ranks", "what"),
     [

@@ -44,6 +44,7 @@ def test_printed_configuration_reproduces_the_run(meshwright: Meshwright, config
     assert kept == load_config(printed)
 
 
+@pytest.mark.thorough
 def test_an_adapter_says_nothing_of_other_libraries(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
     saved(tmp_path / "base", "gpt2")  # peft warns of its matrices, which lie the other way round
     run, out = Path(load_config(config).output), tmp_path / "adapter"

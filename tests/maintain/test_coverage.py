@@ -45,7 +45,7 @@ def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
 
 
 @OF_PINNED
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model_type", "label"),
     [
@@ -155,6 +155,7 @@ def test_each_reason_has_codes_that_exist() -> None:
     assert CODES.keys() - ERROR_CODES.keys() == {f"audit.{Kind.RANDOM}"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_share_key_value_heads_in_models_that_no_family_describes(tmp_path: Path, sequence_parallel: bool) -> None:
     place = Place("tp 4", 4, {"dp_shard": 1, "tp": 4}, sequence_parallel=sequence_parallel)

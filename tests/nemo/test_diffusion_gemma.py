@@ -115,7 +115,7 @@ def by_function(model: nn.Module, mesh: Any) -> list[str]:
     return [f"{stack}.{index}{inner}" for stack in STACKS for index in range(2) for inner in ("", ".experts")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shard", [by_layers, by_parts, at_once, by_recursion, by_function])
 @pytest.mark.parametrize("whole_mesh", [(2,), (2, 2)])
 def test_the_model_of_transformers(shard: Any, whole_mesh: tuple[int, ...]) -> None:

@@ -47,6 +47,7 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

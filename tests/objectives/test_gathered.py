@@ -82,6 +82,7 @@ def counted(rank: int, run: RunConfig, store: Path) -> tuple[dict[str, list[int]
     return {kind: [counter.counts[kind], counter.bytes[kind]] for kind in counter.counts}, planned
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_planned_bytes_are_those_of_a_step(tmp_path: Path, layout: str) -> None:
     run = config(tmp_path, *LAYOUTS[layout])

@@ -62,6 +62,7 @@ AXES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("label", "family", "name", "options"), AXES, ids=lambda value: str(value).replace(" ", "-"))
 def test_every_axis(auditor: Auditor, folder: Path, label: str, family: str, name: str, options: dict[str, Any]) -> None:
     compare(auditor, folder, PLACES[label], name, family, chunks=name in ("Tokens", "Before") and "pp" not in label, **options)

@@ -39,6 +39,7 @@ def audited(auditor: Any, folder: Path, label: str, name: str, **options: Any) -
     compare(auditor, folder, PLACES[label], name, family, chunks=name == "Preference" and "pp" not in label, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("label", "name"), [("cp 2", "Heads"), ("tp 2 seq", "Heads")])
 def test_ranks_that_share_sequences_or_features(auditor: Any, folder: Path, label: str, name: str) -> None:
     audited(auditor, folder, label, name)

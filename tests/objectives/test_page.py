@@ -52,6 +52,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"objective.head.weight", "objective.head.bias", "objective.temperature.log"} <= names
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -70,6 +71,7 @@ def test_an_example_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert report.worst_gradient < 1e-12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["contrastive", "masked_diffusion"])
 def test_an_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(ROOT / "examples" / "parts")

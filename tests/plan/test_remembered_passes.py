@@ -55,6 +55,7 @@ def done(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return list(map(str, error.problems))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3_text", "diffusion_gemma", "nemotron_h"])
 def test_the_plan_is_the_same_after_any_others(family: str) -> None:
     model, spec = make(family, meta=True)

@@ -474,6 +474,7 @@ def seen(device: torch.device) -> tuple[str, int]:
     return (os.environ["CUDA_VISIBLE_DEVICES"], os.getppid())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("runs", [False, True])
 def test_workers_on_the_cpu_beside_a_driver(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
     """A driver does not survive a fork, and torch asks it about tensors of the CPU: there, workers are new processes."""
@@ -490,6 +491,7 @@ def run_script(script: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, script], cwd=here, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.thorough
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

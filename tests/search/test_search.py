@@ -158,6 +158,7 @@ def test_the_winners_are_those_of_pricing_everything(
     assert priced < candidates / 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "pipeline", [{"runs_per_step": 4}, {"stages_per_rank": 4}], ids=["more runs than microbatches", "stages of no schedule"]
 )

@@ -181,7 +181,7 @@ def whole_numbers(value: Any) -> list[int]:
 # -- models ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_becomes_small_and_stays_itself(name: str) -> None:
     config = run_config(with_vocabulary(FAMILIES[name]))
@@ -257,6 +257,7 @@ def test_small_models_compute() -> None:
     assert [item for item in outcome if item[1]] == []
 
 
+@pytest.mark.thorough
 def test_layers_of_every_kind_stay_in_their_order() -> None:
     def text(name: str, **changes: Any) -> dict[str, Any]:
         small, _ = shrunk({**FAMILIES[name], **changes})
@@ -283,6 +284,7 @@ def test_layers_for_every_pipeline_stage() -> None:
     assert small.model.config["layer_types"] == [SLIDING] * 3 + [FULL]
 
 
+@pytest.mark.thorough
 def test_numbers_of_special_kinds() -> None:
     rope = shrunk(FAMILIES["phi3-mini-128k"])[0].model.config["rope_parameters"]  # type: ignore[index]
     assert len(rope["short_factor"]) == len(rope["long_factor"]) == 8
@@ -429,7 +431,7 @@ def test_layouts_that_cannot_be_audited(layout: dict[str, Any], nproc: int | Non
         shrink(run_config(MIXTRAL, layout=layout, training={"global_batch_size": 27 * 1024}), nproc)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "qwen3-30b", "glm4-moe", "gpt-oss-20b", "deepseek-v3"])
 @pytest.mark.parametrize("sizes", [{"tp": 8}, {"tp": 4, "dp_shard": 2}, {"pp": 8}, {"ep": 8}, {"ep": 4, "tp": 2}], ids=str)
 def test_what_a_layout_divides_stays_divisible(name: str, sizes: dict[str, int]) -> None:
@@ -502,6 +504,7 @@ def test_patterns_without_a_number_stay() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_numbered_patterns_name_the_layer_of_the_same_kind_that_stays() -> None:
     frozen = [f"model.layers.{index}.**" for index in range(16)]
     assert patterns(LLAMA, freeze=frozen) == (["model.layers.0.**"], {}, 2)

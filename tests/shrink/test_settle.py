@@ -24,6 +24,7 @@ def settled(model: dict[str, Any], **sections: Any) -> tuple[dict[str, str], dic
     return large, audited, {change.key: change.after for change in changes}
 
 
+@pytest.mark.thorough
 def test_an_audit_has_the_policies_that_the_size_of_the_run_decides() -> None:
     batch = {"training": {"global_batch_size": 128}}
     large, audited, changes = settled(LLAMA, parallel={"sync_budget_gib": 1.0}, **batch)
@@ -35,7 +36,7 @@ def test_an_audit_has_the_policies_that_the_size_of_the_run_decides() -> None:
     assert settled(LLAMA, parallel={"sync": "defer"}, **batch)[2] == {}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -53,7 +53,7 @@ SIX = [place for place in LAYOUTS if place.label in ("shard 2", "replicate 2", "
 RUNS = 3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "phi3", "olmo2", "mistral"])
 @pytest.mark.parametrize("place", SIX, ids=lambda place: place.label)
 def test_a_rank_holds_what_the_trace_says(place: Any, family: str) -> None:
@@ -68,6 +68,7 @@ def test_a_rank_holds_what_the_trace_says(place: Any, family: str) -> None:
     assert list(fake.moments) == list(real[0].moments)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("adapter", [{"base": "nf4"}, {"base": "nf4", "experts": True}, {"reduce": "once"}], ids=str)
 def test_a_rank_with_an_adapter_holds_what_the_trace_says(adapter: dict[str, Any]) -> None:
     family = "qwen3_moe" if "experts" in adapter else "llama"
@@ -83,7 +84,7 @@ def test_a_rank_with_an_adapter_holds_what_the_trace_says(adapter: dict[str, Any
 # -- some layers for all -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -102,7 +103,7 @@ def test_a_few_layers_say_what_many_hold(family: str, options: dict[str, Any]) -
     assert found.peak == pytest.approx(whole.peak, rel=0.01)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "pattern"),
     [
@@ -149,6 +150,7 @@ def test_shards_are_those_of_the_whole_world() -> None:
     assert found.parts["activations"] > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [{"dp_shard": 1}, {"dp_replicate": 2}, {"dp_shard": 2}], ids=str)
 def test_gradients_are_no_activations(layout: dict[str, int]) -> None:
     """Those of all layers, at the end: also where nobody shards them, and FSDP only copies what it would reduce."""
@@ -175,6 +177,7 @@ def test_a_pipeline_holds_the_activations_of_all_microbatches_alive(schedule: st
     assert sum(few.parts.values()) == few.peak
 
 
+@pytest.mark.thorough
 def test_a_model_of_several_stacks_is_traced_whole() -> None:
     """Fewer layers in its config would not be its first layers: those of encoder, tower and decoder are one list."""
     example = Path(__file__).parents[2] / "examples" / "diffusion_gemma_quickstart.yaml"
@@ -353,6 +356,7 @@ def test_a_forecast_beside_what_prints_none_is_refused(other: str) -> None:
         raise result.exception or AssertionError(result.output)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
 def test_kernels_that_are_not_here_can_be_planned(kernel: str) -> None:
     """A laptop has no flash_attn; a run is refused there."""
@@ -363,6 +367,7 @@ def test_kernels_that_are_not_here_can_be_planned(kernel: str) -> None:
     assert "fits into NVIDIA H100" in result.output
 
 
+@pytest.mark.thorough
 def test_experts_with_more_than_their_share() -> None:
     """Twice the tokens on a rank of ep: more activations, more products, more to receive."""
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.price import totals
 from meshwright.trace.verdict import judge
@@ -24,6 +26,7 @@ def setup_of(kind: str) -> RunSetup:
     return make_setup(RunConfig.model_validate(run), 1)
 
 
+@pytest.mark.thorough
 def test_fewer_bits_are_offered_where_they_help(tmp_path: Path) -> None:
     def verdicts(_: int) -> tuple[int, list[tuple[str, ...]], int]:
         device = {**vars(load_hardware("h100")), "reserved_gib": 0}

@@ -32,7 +32,7 @@ def peak_of_rank(rank: int, config: RunConfig, store: Path) -> int:
     return min(peaks)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dp_shard", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
 def test_the_fullest_rank_of_a_pipeline(schedule: str, dp_shard: int, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def named(*numbers: str) -> tuple[Row, ...]:
     return tuple(row for row in HELD_OUT if row.name.split()[0] in numbers)
 
 
+@pytest.mark.thorough
 def test_some_held_out_rows() -> None:
     assert max(check(named("2", "c"))) <= TIME[0]
 
@@ -97,6 +98,7 @@ def collectives(_: int) -> list[list[int]]:
     return counts
 
 
+@pytest.mark.thorough
 def test_what_recomputation_repeats() -> None:
     """A traced step with recomputation has as many more collectives as the share says, of those that layers have."""
     (counts,) = run_ranks(collectives, 1, group=False)

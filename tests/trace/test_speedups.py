@@ -4,6 +4,8 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from meshwright.plan.cost.hardware import load_hardware
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.speedups import Speedup, find_speedups
@@ -27,6 +29,7 @@ def speedups_of(setup: RunSetup, **changed: Any) -> tuple[Speedup, ...]:
     return result
 
 
+@pytest.mark.thorough
 def test_they_cost_what_they_are_said_to_cost() -> None:
     setup = setup_of(4, layers=4, layout={"tp": 2}, parallel={"activation_checkpointing": "full"})
     found = speedups_of(setup)

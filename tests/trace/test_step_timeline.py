@@ -92,6 +92,7 @@ def of_run(run: str) -> tuple[RunSetup, list[Drawn]]:
     return setup, drawn(setup, SLOW, BUSY)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "run", ["shard", "tp, cp and stages", *(pytest.param(run, marks=pytest.mark.thorough) for run in RARER)]
 )

@@ -34,6 +34,7 @@ def forecast(setup: RunSetup) -> TimeForecast:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recomputation", "forwards"), [("none", 1), ("full", 2)])
 def test_the_work_of_a_dense_model(recomputation: str, forwards: int) -> None:
     """Two operations for each weight and token forward, four backward, two more where a layer is recomputed."""
@@ -90,6 +91,7 @@ def test_small_models_have_the_work_of_their_layers(layers: int) -> None:
     assert found.parts["products"] == pytest.approx(products / trace.microbatches * 4 / peak)
 
 
+@pytest.mark.thorough
 def test_recomputation_costs_time_and_no_model_operations() -> None:
     none, full = (forecast(setup_of(2, layers=6, parallel={"activation_checkpointing": mode})) for mode in ("none", "full"))
     assert full.parts["products"] > 1.15 * none.parts["products"]
@@ -138,6 +140,7 @@ def test_a_step_with_little_to_compute_takes_what_the_host_takes(recomputation: 
     assert spent == pytest.approx(microbatches * starts * H100.launch_us * 1e-6)
 
 
+@pytest.mark.thorough
 def test_stages_of_several_passes_have_the_work_of_their_layers_once() -> None:
     """The stages of a rank share their layers, and the traced work of a layer is that of all passes."""
     model = {"config": {"model_type": "diffusion_gemma", **TINY_MODELS["diffusion_gemma"].config}}
@@ -170,6 +173,7 @@ def test_collectives() -> None:
     assert collective_seconds(layout, slow, "dp_shard_cp", "all_gather", 1, size) > 1.9 * between
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "gpt2", "olmo2"])
 def test_operations_by_formula_and_by_trace(family: str) -> None:
     """The formula knows matrices and attentions; of a causal kernel with a mask, both count half of the scores."""
@@ -187,6 +191,7 @@ def test_what_is_frozen_has_no_gradient_of_its_own() -> None:
     assert operations_of_step(setup) == whole - 2 * frozen * 16 * 64
 
 
+@pytest.mark.thorough
 def test_compute_by_kind_of_layer() -> None:
     """DeepSeek-V3 begins with a dense layer, which is not told apart from what is outside of layers."""
     found = forecast(setup_of(2, "deepseek_v3", layers=6))

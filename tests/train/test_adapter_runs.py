@@ -49,6 +49,7 @@ def adapter(directory: Path, **options: Any) -> tuple[str, ...]:
     return (f"model={{path: '{directory}'}}", f"adapter={json.dumps({'rank': 4, 'alpha': 8, **options})}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_adapter_goes_out_to_peft_and_back(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     base = saved(tmp_path / "model")
@@ -113,6 +114,7 @@ def test_tied_modules_that_are_trained_whole_reach_peft_under_both_names(tiny: T
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
 
 
+@pytest.mark.thorough
 def test_a_resumed_adapter_repeats_its_losses_on_another_layout(tiny: Tiny, tmp_path: Path) -> None:
     saved(tmp_path / "model")
     more = (*adapter(tmp_path / "model"), "schedule.kind=constant", "optimizer.lr=0.02")
@@ -174,6 +176,7 @@ def test_adapters_that_are_reduced_together_take_one_collective(tiny: Tiny) -> N
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("base", [None, "nf4"])
 def test_frozen_bytes_are_gathered_and_never_reduced(tiny: Tiny, tmp_path: Path, base: str | None, sizes: str) -> None:
@@ -228,6 +231,7 @@ def test_matrices_in_4_bits_are_packed_one_by_one_as_they_are_read(
     train(tiny(*adapter(tmp_path / "model", **section), "training.steps=1", "layout.dp_shard=1"), 1)
 
 
+@pytest.mark.thorough
 def test_a_run_on_matrices_in_4_bits(tiny: Tiny, tmp_path: Path) -> None:
     """It is that of every layout, resumes, and its adapter fits the plain model."""
     saved(tmp_path / "model", "qwen3_moe", **WIDE, moe_intermediate_size=128)
@@ -287,7 +291,7 @@ def test_what_cannot_be_in_4_bits_is_refused(tiny: Tiny, tmp_path: Path) -> None
             prepare_run(tiny(*adapter(tmp_path / "model")), 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "changes", "options"),
     [
@@ -336,7 +340,7 @@ def mixture(directory: Path, family: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("options", [{}, {"experts": True}, {"dropout": 0.1}, {"targets": ["gate_proj", "q_proj"]}])
 def test_dense_and_shared_experts_of_mixtures_are_adapted_and_loaded_by_peft(
@@ -363,6 +367,7 @@ def test_dense_and_shared_experts_of_mixtures_are_adapted_and_loaded_by_peft(
     assert prepare_run(tiny(*again, "data.packing=pad", f"output={tmp_path / 'again'}"), 2)
 
 
+@pytest.mark.thorough
 def test_dora_that_plain_peft_cannot_load_says_so_and_what_to_do(tiny: Tiny, tmp_path: Path) -> None:
     mixture(tmp_path / "model", "glm4_moe")
     config = tiny(*adapter(tmp_path / "model", kind="dora"), "training.steps=2", "data.packing=pad")

@@ -66,6 +66,7 @@ def ran(run: RunConfig, ranks: int, until: int) -> list[Found]:
     return found
 
 
+@pytest.mark.thorough
 def test_copies_stay_equal_and_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
     """Parameters are rounded by chance: from the generators of the ranks, copies would drift apart."""
     (first, blocks, _), (second, *_) = ran(config(tmp_path, "layout.dp_replicate=2", "layout.dp_shard=1"), 2, 3)

@@ -128,6 +128,7 @@ def test_a_step_that_is_not_finite_leaves_its_noise_behind(tiny: Tiny) -> None:
     assert len(held["canvas_ids"]) == 8
 
 
+@pytest.mark.thorough
 def test_an_export_is_the_hub_s_and_fills_canvases(finished: RunConfig, tmp_path: Path) -> None:
     checkpoint = Paths(finished.directory).checkpoints / "step-00000006"
     export_checkpoint(checkpoint, tmp_path / "export")

@@ -149,6 +149,7 @@ def compare(layout: str, options: dict[str, Any]) -> None:
         assert {number for found in every for number in found[kind]} == set(range(len(LENGTHS)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_computes_what_one_process_does(name: str) -> None:
     compare(*LAYOUTS[name])
@@ -228,6 +229,7 @@ def exported(rank: int, layout: str, options: dict[str, Any], folder: Path) -> d
     return numbers(dict(engine.weights()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -138,6 +138,7 @@ def test_only_rank_0_speaks(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> No
     assert error == ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "equal"), [(("layout.pp=2",), False), (("layout.cp=2",), False), (("layout.tp=2",), True)], ids=str
 )

@@ -216,6 +216,7 @@ def test_a_matrix_for_each_head(tiny: Tiny) -> None:
     assert difference(found, whole) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["shard 2", pytest.param("tp 2 x shard 2", marks=pytest.mark.thorough)])
 def test_a_run_resumes_on_another_layout(tiny: Tiny, layout: str) -> None:
     ((expected, _),) = ran(tiny(*options("phi3"), name="alone"), 1, reference=True)

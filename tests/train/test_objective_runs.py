@@ -106,6 +106,7 @@ def test_each_loss_learns(chat_model: Path, tmp_path: Path, kind: str) -> None:
     assert found[-1] < found[0]
 
 
+@pytest.mark.thorough
 def test_rewards_grow(rollout_rows: Path, tmp_path: Path) -> None:
     config = grpo(rollout_rows, tmp_path / "out", "checkpoint.every=8")
     losses_of(config, 2)

@@ -60,6 +60,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "words.jsonl")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("use", "arguments"),
     [

@@ -98,7 +98,7 @@ EXPERTS = ("layout.ep=2",)
 """Files hold an expert each; a rank of `ep` has whole ones, sharded over `ep_shard`."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
     [
@@ -117,6 +117,7 @@ def test_each_layout_reads_the_same(tiny: Tiny, tmp_path: Path, name: str, layou
     assert found[1] < found[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["zbv", pytest.param("dualpipe_v", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.thorough)])
 def test_a_tied_embedding_that_one_rank_has_twice_trains_on(tiny: Tiny, tmp_path: Path, family: str, schedule: str) -> None:

@@ -115,6 +115,7 @@ def student(folder: Path, teacher: RunConfig, scored: Path, *overrides: str) -> 
     return tiny_run(folder, scored, *sets, *overrides)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["layout.tp=2", *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)])
 def test_a_student_learns(teacher: RunConfig, scored: Path, tmp_path: Path, layout: str) -> None:
     config = student(tmp_path / "student", teacher, scored, layout)

@@ -67,6 +67,7 @@ VARIANT = Variant(SyncPolicy.REDUCE_EACH, "float64", 2, False, False)
 DEFAULT = {("lion", "shard 2"), ("muon", "ep 2"), ("adafactor", "tp 2"), ("whole", "shard 2")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "label"),
     [

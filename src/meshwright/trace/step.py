@@ -19,6 +19,7 @@ from torch import nn
 from meshwright.device import synchronize
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes, without_propagation
 from meshwright.distributed.context.sequences import share_batch
+from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.dispatch import static_splits
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
@@ -129,7 +130,7 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
     batches = _parallelized(setup, "cpu")  # outside of fake tensors, because it makes many views of shards
     with tensors if tensors is not None else nullcontext():
         step = _prepared(setup, batches, "cpu", tensors)
-        step()  # DTensor learns how to propagate shapes, and AdamW gets its state
+        _make_state(setup.model, step.optimizer)
         held = [item for state in step.optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
         for batch in step.batches:  # a run moves all to the device first, with what is known of documents (`moved_batch`)
             held += [*batch.values(), *([torch.empty_like(batch["position_ids"])] if setup.plan.options.packed else ())]
@@ -138,6 +139,17 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
             state = live.held
             step(live, work)
     return StepTrace(live.moments, work.moments, len(step.batches), live.noted, state, live.peak)
+
+
+def _make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make what a rank has after its first step: the storages that FSDP gathers into, and the optimizer's state."""
+    for unit in fsdp_units(model).values():
+        unit.unshard()
+        unit.reshard()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def time_step(setup: RunSetup, kind: str, runs: int = 5) -> float:

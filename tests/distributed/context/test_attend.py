@@ -148,12 +148,14 @@ def check_cases(rank: int, ranks: int, method: ContextMethod) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_attention_and_its_gradients_are_those_of_whole_sequences(method: ContextMethod, ranks: int) -> None:
     assert run_ranks(check_cases, ranks, ranks, method)[0] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_block_by_block(method: ContextMethod, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks and scores of a few queries at a time."""
@@ -203,6 +205,7 @@ def worst_gradient(model: Any, reference: Any) -> float:
     return max(errors)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_two_microbatches_at_once_in_a_loop_of_ones_own(method: ContextMethod, checkpointing: str) -> None:
@@ -230,6 +233,7 @@ def test_two_microbatches_at_once_in_a_loop_of_ones_own(method: ContextMethod, c
     assert max(run_ranks(on_rank, 2)) < 2e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_collectives_and_bytes_are_those_of_the_plan(method: ContextMethod, recompute: bool) -> None:
@@ -325,6 +329,7 @@ def test_a_family_that_keeps_packed_documents_apart_keeps_its_own_attention() ->
         assert len(planned(tiny_model(family, meta=True), Layout(dp_shard=1), packed=packed).attentions) == attentions
 
 
+@pytest.mark.thorough
 def test_a_manager_and_a_compiled_model() -> None:
     def on_rank(rank: int) -> None:
         batch, reference = packed_batch(), tiny_model("llama")

@@ -36,6 +36,7 @@ def of_pieces(output: torch.Tensor, pieces: tuple[range, ...]) -> torch.Tensor:
     return torch.cat([output[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 @pytest.mark.parametrize("name", CASES)
 def test_flex_forward_is_attention_written_out(name: str, pieces: tuple[range, ...]) -> None:

@@ -185,6 +185,7 @@ BY_DEFAULT = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "layout", "kind", "balance"),
     [*BY_DEFAULT, *(pytest.param(*case, marks=pytest.mark.thorough) for case in ALL if case not in BY_DEFAULT)],
@@ -197,6 +198,7 @@ def test_gradients_are_those_of_one_process(name: str, layout: dict[str, int], k
     assert worst[0] < 1e-12, worst
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [

@@ -161,6 +161,7 @@ def test_full_checkpointing_recomputes_each_layer_once() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 def test_compiled_layers_compute_the_same() -> None:
     def on_rank(rank: int) -> None:
         data = batches(1)[0]

@@ -35,6 +35,7 @@ T5 = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "config", "tp"),
     [

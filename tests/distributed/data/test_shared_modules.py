@@ -85,6 +85,7 @@ def planned(model: nn.Module, **options: object) -> ShardingPlan:
     return resolve(spec_of(model), model, Layout(dp_shard=2), chosen)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", list(SyncPolicy))
 @pytest.mark.parametrize("make", [repeated, inside, tied, Headed])
 def test_the_gradient_is_the_sum_over_all_places(make: object, policy: SyncPolicy) -> None:

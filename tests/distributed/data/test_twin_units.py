@@ -57,7 +57,7 @@ def step(model: Any, sync: GradSync, objective: BlockDiffusion, microbatches: in
         sum(objective.sums(model, batch)).backward()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     ("twin", "policy", "expected"),
@@ -108,6 +108,7 @@ def test_what_neither_pass_used_has_no_gradient(twin: bool) -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("twin", [True, False])
 def test_one_layer_is_gathered_at_a_time(twin: bool) -> None:
     """Under reduce_each: with its experts, beside the root, the last decoder layer and what is gathered ahead of its use."""
@@ -166,7 +167,7 @@ def test_ties_survive_steps_and_twins_gather_what_the_optimizer_changed(twin: bo
     run_ranks(on_rank, 3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("twin", "options"),
     [
@@ -219,6 +220,7 @@ def test_activation_checkpointing_in_a_loop_of_one_s_own(twin: bool | None, opti
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 def test_a_loss_of_the_canvas_alone_reaches_the_last_encoder_layer() -> None:
     """Its output has no gradient then, only its keys and values, so that FSDP would not gather it: a segmentation fault."""
 
@@ -242,7 +244,7 @@ def test_a_loss_of_the_canvas_alone_reaches_the_last_encoder_layer() -> None:
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dropped", "policy", "options"),
     [
@@ -306,6 +308,7 @@ def test_a_forward_without_a_backward_keeps_no_later_gradient_back(
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 def test_a_dropped_loss_costs_no_collective() -> None:
     """GradSync knows that no backward of what ran before is to come, so shared layers reduce once, behind their last one."""
 
@@ -323,6 +326,7 @@ def test_a_dropped_loss_costs_no_collective() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 def test_no_loss_leaves_the_model_rounded() -> None:
     """FSDP casts all that leaves the root to ``output_dtype``; logits, and what is computed of them outside, may be."""
 

@@ -123,6 +123,7 @@ def watched(
     return Balance(model.train(), experts, CPU, **options), experts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gemma4_moe", "gpt_oss"])
 def test_the_gradient_is_that_of_the_sum_of_both_losses(family: str) -> None:
     """Against autograd over the formula, written out; recomputed in every mode: the same bits, and nothing counted twice."""

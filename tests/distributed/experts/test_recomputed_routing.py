@@ -53,6 +53,7 @@ def step(
     return [whole(p.grad).clone() for p in model.parameters() if p.grad is not None], seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gemma4_moe"])
 def test_the_same_bits_as_without(family: str) -> None:
     def on_rank(rank: int) -> None:

@@ -123,6 +123,7 @@ def measured(family: str, mode: ActivationCheckpointing, **changes: Any) -> tupl
     return (losses, gradients(model)), found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3_text"])
 def test_the_same_bits_with_fewer_bytes(family: str) -> None:
     def check() -> dict[ActivationCheckpointing, dict[str, int]]:
@@ -167,7 +168,7 @@ def test_what_one_layer_more_holds() -> None:
     assert found[SELECTIVE] == 4 * tokens * (hidden + hidden + heads + products)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_in_every_mode(family: str) -> None:
     """Also those that overwrite what was kept: the weights of Mixtral's router, products of experts that have a bias."""

@@ -180,6 +180,7 @@ def test_the_head_of_a_model() -> None:
     assert trace_head(model).problem == "the model calls __getitem__ on its logits"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("loss_parallel", "sequence_parallel"), [(True, False), (False, False), (True, True)])
 def test_collectives_over_tp_are_those_of_the_plan(loss_parallel: bool, sequence_parallel: bool) -> None:
     def on_rank(rank: int) -> None:

@@ -106,7 +106,7 @@ def test_inductor_under_tensor_parallel() -> None:
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layers", "axes", "recomputed", "parts"),
     [

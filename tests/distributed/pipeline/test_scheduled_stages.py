@@ -75,7 +75,7 @@ def worst(parts: StageParts, reference: nn.Module) -> float:
 SCHEDULES = [(schedule, runs) for schedule in PipelineSchedule for runs in (1, 2)]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(("schedule", "runs"), SCHEDULES, ids=str)
 def test_steps_with_an_evaluation_between_them(schedule: PipelineSchedule, runs: int, family: str) -> None:
@@ -110,7 +110,7 @@ def test_steps_with_an_evaluation_between_them(schedule: PipelineSchedule, runs:
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize("policy", list(SyncPolicy))
 @pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZBV], ids=str)
@@ -132,6 +132,7 @@ def test_units_that_reshard_keep_every_gradient(schedule: PipelineSchedule, poli
     run_ranks(on_rank, 4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", [SyncPolicy.DEFER, SyncPolicy.RESHARD_EACH])
 @pytest.mark.parametrize("schedule", [PipelineSchedule.INTERLEAVED, PipelineSchedule.ZBV], ids=str)
 def test_no_unit_is_gathered_for_nothing(schedule: PipelineSchedule, policy: SyncPolicy) -> None:
@@ -225,6 +226,7 @@ class Scaled(nn.Module):
         return nn.functional.layer_norm(hidden, hidden.shape[-1:], self.weight)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", [SyncPolicy.DEFER, SyncPolicy.RESHARD_EACH])
 def test_an_operator_that_reads_a_weight_in_the_half_for_weights(policy: SyncPolicy) -> None:
     def on_rank(rank: int) -> None:
@@ -244,6 +246,7 @@ def test_an_operator_that_reads_a_weight_in_the_half_for_weights(policy: SyncPol
             run_ranks(on_rank, 4)
 
 
+@pytest.mark.thorough
 def test_compiled_layers() -> None:
     def on_rank(rank: int) -> tuple[int, int]:
         whole = tiny_model("llama", num_hidden_layers=4)

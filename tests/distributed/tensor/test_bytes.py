@@ -97,6 +97,7 @@ BY_DEFAULT = ("qwen2", "gpt2", "qwen3_moe", "nemotron_h")
 """A tied head, weights [in, out], experts, experts on a latent."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.thorough) for name in FAMILIES]
 )

@@ -34,7 +34,7 @@ def adapted(family: str, targets: list[str], **changes: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     ("family", "targets", "sizes"),

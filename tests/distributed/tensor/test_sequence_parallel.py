@@ -49,6 +49,7 @@ def counted(family: str, layers: int, **options: Any) -> tuple[Counter[str], Cou
     return forward, counter.counts_of[0, 1] - forward, tensor_parallel_counts(plan)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_collectives_of_a_layer_are_those_of_the_textbook(family: str) -> None:
     """Two gathers and two scatters forward, the same backward (Korthikanti et al. 2022, figure 5); and in backward an
@@ -66,6 +67,7 @@ def test_collectives_of_a_layer_are_those_of_the_textbook(family: str) -> None:
         assert two[2] == two[0] + two[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_without_it_a_layer_all_reduces_twice_each_way(family: str) -> None:
     def on_rank(rank: int) -> Any:

@@ -132,6 +132,7 @@ def test_the_plan_says_what_each_rank_holds() -> None:
     assert found["model.layers.0.self_attn.o_proj"] == "rowwise"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_the_auxiliary_loss_of_a_router_is_counted_once(family: str, sequence_parallel: bool) -> None:

@@ -43,6 +43,7 @@ def on_meshes(values: dict[str, torch.Tensor]) -> list[torch.nn.Parameter]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
 def test_norm_and_clipped_gradients_equal_one_process(norm_type: float) -> None:
     def on_rank(rank: int) -> None:

@@ -111,6 +111,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Lion, Sgd, Adafactor])
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
 def test_shards_are_updated_as_in_one_process(kind: Any, layout: Layout, ranks: int) -> None:

@@ -105,6 +105,7 @@ def on_rank(kind: str, layout: Layout, folder: Path, rank: int) -> None:
             assert torch.equal(mine, part[tuple(slice(size) for size in mine.shape)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize(("layout", "ranks"), [(Layout(dp_shard=2), 2), (Layout(dp_shard=1, tp=2), 2)], ids=["shard", "tp"])
 def test_shards_are_updated_as_in_one_process(tmp_path: Path, kind: str, layout: Layout, ranks: int) -> None:

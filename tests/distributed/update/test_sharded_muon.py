@@ -185,6 +185,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS.keys())
 def test_a_planted_bug_is_seen(plant: Callable[[int], AbstractContextManager[None]]) -> None:
     layout = Layout(dp_shard=2)

@@ -144,6 +144,7 @@ ADAPTERS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "options"), ADAPTERS, ids=str)
 def test_a_new_adapter_changes_nothing_and_others_compute_the_same_in_peft_and_merged(
     family: str, options: dict[str, Any], tmp_path: Path

@@ -27,6 +27,7 @@ def test_experts_take_tokens_of_a_slice_and_its_router_chooses_for_them() -> Non
     assert found.mixtures == tuple(f"{layer}.experts" for layer in LAYERS)
 
 
+@pytest.mark.thorough
 def test_a_router_that_mixes_tokens_is_refused() -> None:
     model = tiny_model("gemma4_moe", meta=True)
     router = model.model.layers[1].router

@@ -407,6 +407,7 @@ def test_a_model_without_pairs_has_no_styles() -> None:
         resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
 
 
+@pytest.mark.thorough
 def test_an_embedding_that_another_module_reads_is_whole() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4"))

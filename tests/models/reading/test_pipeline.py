@@ -363,6 +363,7 @@ def test_what_both_ends_use_is_held_inside_of_what_stands_for_its_module() -> No
         compare(model, facts, 4, packed=False)
 
 
+@pytest.mark.thorough
 def test_what_does_not_run_is_with_the_first_stage() -> None:
     """The tower of Gemma 3, and the layers of Mllama that read images, among others."""
     with torch.device("meta"):

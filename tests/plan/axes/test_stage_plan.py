@@ -157,6 +157,7 @@ def test_the_totals_are_those_of_the_rank_that_holds_most() -> None:
     assert totals(plan).parameters == sum(math.prod(row.shape) for row in plan.parameters)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
 def test_worlds(world: int, schedule: PipelineSchedule) -> None:
@@ -228,6 +229,7 @@ def test_only_the_outputs_of_the_model_are_cast() -> None:
         assert {action.row.output_dtype for action in part.program if isinstance(action, Wrap) and not action.unit} == {dtype}
 
 
+@pytest.mark.thorough
 def test_stacks_that_share_layers_have_a_stage_in_each_pass() -> None:
     """A rank has layers with the same numbers of both stacks: with the encoder's in one stage, with the decoder's in two."""
     model = tiny_diffusion_gemma()

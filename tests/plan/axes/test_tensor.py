@@ -231,6 +231,7 @@ UNSOUND = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("family", "given", "expected"), UNSOUND.values(), ids=UNSOUND)
 def test_styles_that_would_give_wrong_gradients_are_refused(family: str, given: Any, expected: str) -> None:
     """Each ran without an error, or failed only after the start, before there were these checks."""

@@ -44,6 +44,7 @@ def files_that_run(device: torch.device, case: Case) -> set[str]:
     return {Path(name).relative_to(ROOT).as_posix() for name in called if name.startswith(f"{ROOT}/")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "label"),
     [*(("qwen3_moe", label) for label in ("tp 2 seq", "cp 2", "ep 2", "pp 2")), ("nemotron_h", "cp 2")],
