@@ -6,7 +6,8 @@ import pytest
 
 from meshwright.plan.axes.context.sharing import ring_message_bytes
 from meshwright.plan.result.sharding_plan import ShardingPlan
-from meshwright.trace.overlap import Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
+from meshwright.trace.in_time.fsdp_replay import Recording, Turn, exposed_share
+from meshwright.trace.overlap import Speeds, exposed_of_ring, waits_of_pipeline
 from tests.trace.test_memory import setup_of
 
 LAYERS, GATHER, REDUCE = 6, 1.0, 2.0
@@ -52,6 +53,20 @@ def test_each_microbatch_that_reduces_exposes_its_ends(reshard: bool) -> None:
     share = exposed_share(plan, {name: Turn(99.0, 99.0) for name in plan.layers}, 0.0, price)
     calls = (LAYERS + 1) * ((1 + reshard) * GATHER + REDUCE)
     assert share * calls == pytest.approx(2 * GATHER + 2 * REDUCE + reshard * GATHER)
+
+
+@pytest.mark.parametrize("sync", ["defer", "reshard_each", "reduce_each"])
+@pytest.mark.parametrize("layout", [{}, {"dp_replicate": 2, "dp_shard": 1}], ids=["shards", "replicas"])
+def test_microbatches_that_are_counted_are_as_those_that_are_replayed(sync: str, layout: dict[str, int]) -> None:
+    """A recording has all of them."""
+    plan = plan_of(layout=layout, parallel={"sync": sync}, training={"global_batch_size": 24, "microbatch_size": 1})
+    assert plan.options.microbatches == 12
+    for scale in (0.1, 1.0, 10.0):
+        turns = {name: Turn(scale * (1 + index % 3), scale * (2 + index % 2)) for index, name in enumerate(plan.layers)}
+        recording = Recording()
+        replayed = exposed_share(plan, turns, scale, price, recording)
+        assert len(recording.phases) == 24
+        assert exposed_share(plan, turns, scale, price) == pytest.approx(replayed, rel=1e-9)
 
 
 def test_a_ring_waits_for_the_gradients_of_its_last_part() -> None:

@@ -125,8 +125,15 @@ class _Noting:
         return self._reads.setdefault((self._source, name), getattr(self._whole, name))
 
 
-def _noted(name: str) -> property:
-    return property(lambda self: self._note(name))
+class _Noted:
+    """An attribute that is noted when it is first read; later reads find it in the instance."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: _Noting, owner: type) -> Any:
+        value = vars(instance)[self.name] = instance._note(self.name)
+        return value
 
 
 class _Sizes(_Noting, Layout):
@@ -153,7 +160,7 @@ for _kind, _names in (
     (_Draft, {item.name for item in fields(Draft)} - _GIVEN),
 ):
     for _name in _names:
-        setattr(_kind, _name, _noted(_name))
+        setattr(_kind, _name, _Noted(_name))
 
 
 def _noting_draft(draft: Draft, reads: dict[Question, Any]) -> Draft:

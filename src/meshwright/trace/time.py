@@ -1,9 +1,10 @@
 """How long an optimizer step takes, from the work of a trace, the traffic of the plan, and the speed of devices and links.
 
 Compute is a roofline: matrix products and attention at the share of the peak that they reach, all other operators at the
-bandwidth of the memory, and no operator before the host has started it. What compute hides of FSDP's collectives, of a ring's
-and of a pipeline's messages is in :mod:`meshwright.trace.overlap`; of the other collectives over tp, cp and ep it hides none. A
-pipeline waits as its replay says. A range is given, which is narrower for devices that were calibrated.
+bandwidth of the memory, and no operator before the host has started it. What compute hides of FSDP's collectives is in
+:mod:`meshwright.trace.in_time.fsdp_replay`, of a ring's and of a pipeline's messages in :mod:`meshwright.trace.overlap`; of the
+other collectives over tp, cp and ep it hides none. A pipeline waits as its replay says. A range is given, which is narrower for
+devices that were calibrated.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,9 @@ from meshwright.plan.cost.price import totals
 from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.plan.update.states import orthogonalised, update_traffic
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.in_time.fsdp_replay import Price, Recording, Turn, exposed_share
 from meshwright.trace.layer_work import LayerWork, Rates, layers_on
-from meshwright.trace.overlap import Price, Recording, Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
+from meshwright.trace.overlap import Speeds, exposed_of_ring, waits_of_pipeline
 from meshwright.train.forecast import operations_of_step
 from meshwright.train.start.setup import RunSetup
 from meshwright.train.start.teacher_setup import BYTES

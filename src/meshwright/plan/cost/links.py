@@ -41,7 +41,7 @@ def collective_seconds(layout: Layout, hardware: Hardware, axis: str, kind: str,
         calls: number of calls.
         size: bytes of the larger buffers of all calls together.
     """
-    ranks, distance = _group(layout, axis)
+    ranks, distance = layout.once(_group, axis)
     if ranks < 2 or not calls:
         return 0.0
     together = max(1, min(ranks, hardware.gpus_per_node // distance))  # ranks of the group in one node

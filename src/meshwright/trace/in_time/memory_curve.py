@@ -13,8 +13,8 @@ from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.held.memory import MemoryForecast, memory_moments
 from meshwright.trace.held.stage_memory import StageMemory
+from meshwright.trace.in_time.fsdp_replay import HEAD
 from meshwright.trace.in_time.step_timeline import RankTimeline, StepTimeline
-from meshwright.trace.overlap import HEAD
 from meshwright.trace.step import FORWARD, LOSS, UPDATE
 from meshwright.train.start.setup import RunSetup
 

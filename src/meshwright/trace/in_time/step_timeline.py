@@ -24,9 +24,10 @@ from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.in_time.fsdp_replay import Recording
 from meshwright.trace.in_time.turn_pieces import Piece, Turned, turn_pieces, turned
 from meshwright.trace.layer_work import LayerWork, Rates, layers_on
-from meshwright.trace.overlap import Recording, pipeline_times
+from meshwright.trace.overlap import pipeline_times
 from meshwright.trace.time import COMPUTE, TEACHER, StageTurns, TimeForecast, price_of, seconds_of_stages, stage_turns
 from meshwright.train.start.setup import RunSetup
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.plan.axes.pipeline.schedule_turns import Phase
-from meshwright.trace.overlap import Recording
+from meshwright.trace.in_time.fsdp_replay import Recording
 
 __all__ = ["Fill", "Piece", "Turned", "turn_pieces", "turned"]
 

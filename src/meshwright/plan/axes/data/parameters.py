@@ -1,7 +1,9 @@
 """How each parameter is stored: its unit, whether it is trained, its placements and bytes."""
 
 from collections.abc import Iterator
+from functools import cache, partial
 from math import ceil, prod
+from typing import NamedTuple
 
 from meshwright.errors import Problems
 from meshwright.plan.axes.tensor.styles import STYLES, canonical, tp_dim, tp_placement
@@ -90,31 +92,51 @@ def choose_trained(draft: Draft) -> Found[set[str]]:
 def parameter_rows(draft: Draft) -> Found[tuple[ParameterRow, ...]]:
     """Make the row of each parameter."""
     problems = Problems()
-    holding = draft.stages.holding
-    rows = tuple(_row(draft, parameter, holding.get(parameter.name, (0,)), problems) for parameter in draft.parameters)
-    return Found(rows, problems)
+    holding, stored = draft.stages.holding, cache(partial(_stored, draft))  # layers store the same
+    rows = []
+    for parameter in draft.parameters:
+        unit, style = draft.units[draft.unit_of[parameter.name]], draft.tensor.styles.get(parameter.name)
+        kept = stored(parameter.shape, parameter.dtype, unit.kind, style)
+        _check_shape(parameter, kept, problems)
+        rows.append(_row(draft, parameter, unit, kept, style, holding.get(parameter.name, (0,))))
+    return Found(tuple(rows), problems)
 
 
-def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], problems: Problems) -> ParameterRow:
-    """Return the row of a parameter, and add what is wrong with it."""
-    layout, unit = draft.layout, draft.units[draft.unit_of[parameter.name]]
-    trainable, style = parameter.name in draft.trained, draft.tensor.styles.get(parameter.name)
-    local = list(parameter.shape)
+class _Stored(NamedTuple):
+    """What a rank stores of a parameter.
+
+    Attributes:
+        placements: axis and placement, for each axis that cuts or copies it.
+        local: the shape of its slice.
+        gathered: numbers of the slice that FSDP gathers.
+        block: numbers that a row of a slice must have a multiple of.
+    """
+
+    placements: tuple[tuple[str, str], ...]
+    local: tuple[int, ...]
+    gathered: int
+    block: int
+
+
+def _stored(draft: Draft, shape: tuple[int, ...], dtype: str, kind: str, style: str | None) -> _Stored:
+    """Return what a rank stores of a parameter, by the kind of its unit."""
+    layout, local = draft.layout, list(shape)
     whole = [1] * len(local)  # what is cut in no dimension
-    if parameter.dtype == NF4:
+    if dtype == NF4:
         whole[-1] = NF4_BLOCK * (STYLES[style].pieces if style in STYLES else 1)
     placements: list[tuple[str, str]] = []
     by_fsdp = 0  # the dimension that FSDP shards
     tp_cut: int | None = None
-    axis, shards = shard_axis(layout, unit.kind), draft.shards(unit)
+    axis = shard_axis(layout, kind)
+    shards = layout.size(axis)
     if by_ep := axis == "ep_shard":
         local[0] = ceil(local[0] / layout.ep)
-    elif (tp_cut := tp_dim(style, parameter.shape)) is not None:
+    elif (tp_cut := tp_dim(style, shape)) is not None:
         local[tp_cut] = ceil(local[tp_cut] / layout.size("tp"))
         placements.append(("tp", tp_placement(style, tp_cut)))
         # Packed rows are several matrices. If FSDP sharded the rows too, torch could no longer tell the matrices apart.
         by_fsdp = int(shards > 1 and tp_cut == 0 and STYLES[style or ""].pieces > 1)
-    if unit.kind == EXPERTS and local[0] % shards:
+    if kind == EXPERTS and local[0] % shards:
         # 128 experts over 1,024 ranks would be padded to eight times their size; other dimensions divide evenly.
         even = (dim for dim in range(1, len(local)) if dim != tp_cut and local[dim] % (shards * whole[dim]) == 0)
         by_fsdp = next(even, by_fsdp)
@@ -128,20 +150,29 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], probl
         placements.append(("ep", "Shard(0)"))
     if layout.size("dp_replicate") > 1:
         placements.insert(0, ("dp_replicate", "Replicate()"))
+    return _Stored(tuple(placements), tuple(local), gathered, whole[-1])
+
+
+def _check_shape(parameter: ParameterFacts, stored: _Stored, problems: Problems) -> None:
     if not prod(parameter.shape):
         problems.add(
             "fsdp.empty",
             f"{parameter.name!r} has the shape {list(parameter.shape)}: torch's FSDP stores a parameter without entries in "
             "another shape; legal is a model without it",
         )
-    if local and local[-1] % whole[-1]:
+    if stored.local[-1] % stored.block:
         problems.add(
             "adapter.blocks",
-            f"adapter.base=nf4: {parameter.name!r} has {local[-1]} numbers in a row on each rank; legal are layouts and sizes "
-            f"that give multiples of {whole[-1]}, because blocks have {NF4_BLOCK}",
+            f"adapter.base=nf4: {parameter.name!r} has {stored.local[-1]} numbers in a row on each rank; legal are layouts and "
+            f"sizes that give multiples of {stored.block}, because blocks have {NF4_BLOCK}",
         )
+
+
+def _row(
+    draft: Draft, parameter: ParameterFacts, unit: UnitRow, stored: _Stored, style: str | None, stages: tuple[int, ...]
+) -> ParameterRow:
+    trainable = parameter.name in draft.trained
     compute = NF4 if parameter.dtype == NF4 else unit.param_dtype or parameter.dtype
-    reduce = unit.reduce_dtype or compute
     rate = draft.rates.get(parameter.name, Rate())
     rule = draft.decay_rules[parameter.name]
     return ParameterRow(
@@ -150,11 +181,11 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], probl
         shape=parameter.shape,
         dtype=parameter.dtype,
         unit=unit.name,
-        placements=tuple(placements),
-        local_shape=tuple(local),
-        bytes_per_rank=bytes_of(prod(local), parameter.dtype),
-        gathered_bytes=bytes_of(gathered, compute),
-        reduced_bytes=gathered * itemsize(reduce) if trainable else 0,
+        placements=stored.placements,
+        local_shape=stored.local,
+        bytes_per_rank=bytes_of(prod(stored.local), parameter.dtype),
+        gathered_bytes=bytes_of(stored.gathered, compute),
+        reduced_bytes=stored.gathered * itemsize(unit.reduce_dtype or compute) if trainable else 0,
         trainable=trainable,
         stage=stages[0],
         tp_style=style,

@@ -24,6 +24,10 @@ class UnitTraffic:
 
 def unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
     """Return the collectives of a unit in one optimizer step."""
+    return plan.once(_unit_traffic, unit)
+
+
+def _unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
     layout, microbatches = plan.layout, plan.options.microbatches
     if unit.part_of:
         return UnitTraffic()
@@ -135,5 +139,9 @@ def _accumulates(plan: ShardingPlan, unit: UnitRow) -> bool:
 
 def unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:
     """Return the gathered and the reduced bytes of a unit."""
+    return plan.once(_unit_bytes, unit)
+
+
+def _unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:
     rows = plan.rows(unit)
     return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)

@@ -1,10 +1,11 @@
 """What tensor parallel costs to communicate: the collectives of each move, their number and their bytes."""
 
 from collections import Counter
+from dataclasses import replace
 
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import NORM
-from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
+from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow, itemsize
 
 __all__ = ["MOVED", "tensor_parallel_bytes", "tensor_parallel_counts"]
 
@@ -35,18 +36,18 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     collectives, recomputation has more.
     """
     counts: Counter[str] = Counter()
-    for row in plan.tensor_parallel:
-        chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
-        forwards, backwards = (runs * chunks for runs in plan.runs(row.module))
+    for (row, (forwards, backwards), chunks), rows in plan.once(_alike).items():
+        of_row: Counter[str] = Counter()
         # Two tensors enter experts: the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
             forward, backward = MOVED.get(move, (None, None))
-            counts[forward or ""] += times * forwards
-            counts[backward or ""] += times * backwards
-        counts["all_gather"] += forwards if row.entry is Move.GATHER_TOKENS else 0  # the numbers of the chosen experts
-        counts["all_reduce"] += forwards if row.style == "dora_columns" else 0  # the norms of rows
-        counts["all_reduce"] += (forwards + backwards) * sum(row.parts) if row.style == NORM else 0  # its means
-        counts["all_reduce"] += chunks * (len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0))
+            of_row[forward or ""] += times * chunks * forwards
+            of_row[backward or ""] += times * chunks * backwards
+        of_row["all_gather"] += chunks * forwards if row.entry is Move.GATHER_TOKENS else 0  # the numbers of the chosen experts
+        of_row["all_reduce"] += chunks * forwards if row.style == "dora_columns" else 0  # the norms of rows
+        of_row["all_reduce"] += chunks * (forwards + backwards) * sum(row.parts) if row.style == NORM else 0  # its means
+        of_row["all_reduce"] += chunks * (len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0))
+        counts.update({kind: rows * count for kind, count in of_row.items()})
     return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if kind and count})
 
 
@@ -60,11 +61,10 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
     """
     options, tp = plan.options, plan.layout.size("tp")
     sizes: Counter[str] = Counter()
-    rows = {name: row for row in plan.parameters for name in (row.name, *row.aliases)}
-    for row in plan.tensor_parallel:
+    parameters = {name: row for row in plan.parameters for name in (row.name, *row.aliases)}
+    for (row, runs, chunks), rows in plan.once(_alike).items():
+        of_row: Counter[str] = Counter()
         enters, leaves = row.features
-        runs = plan.runs(row.module)
-        chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
         weights = options.experts_of_token or 0 if row.style == "moe_tp_experts" else 0
         for move, width in ((row.entry, enters + weights), (row.exit, leaves)):
             if move in (Move.GATHER_FEATURES, Move.SPLIT_FEATURES):
@@ -72,16 +72,31 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
             share = tp if move is Move.EXCHANGE_FEATURES else 1
             for kind, times in zip(MOVED.get(move, (None, None)), runs, strict=True):
                 if kind is not None:
-                    sizes[kind] += times * tokens * width * compute // share
+                    of_row[kind] += times * tokens * width * compute // share
         if row.entry is Move.GATHER_TOKENS:
-            sizes["all_gather"] += runs[0] * tokens * weights * itemsize("int64")
+            of_row["all_gather"] += runs[0] * tokens * weights * itemsize("int64")
         for name in row.sums:
-            summed = rows.get(f"{row.module}.{name}")
-            sizes["all_reduce"] += chunks * summed.numel * compute if summed is not None else 0
+            summed = parameters.get(f"{row.module}.{name}")
+            of_row["all_reduce"] += chunks * summed.numel * compute if summed is not None else 0
             if summed is not None and row.style == "dora_columns":
-                sizes["all_reduce"] += runs[0] * summed.numel * max(compute, itemsize("float32"))
+                of_row["all_reduce"] += runs[0] * summed.numel * max(compute, itemsize("float32"))
         if row.style == NORM:  # a number of each token; norms compute in float32
-            sizes["all_reduce"] += sum(runs) * sum(row.parts) * tokens * max(compute, itemsize("float32"))
+            of_row["all_reduce"] += sum(runs) * sum(row.parts) * tokens * max(compute, itemsize("float32"))
         if row.exit is Move.VOCABULARY:
-            sizes["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
+            of_row["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
+        sizes.update({kind: rows * size for kind, size in of_row.items()})
     return sizes
+
+
+def _alike(plan: ShardingPlan) -> dict[tuple[TensorParallelRow, tuple[int, int], int], int]:
+    """Return the rows that move something, each with its runs in a microbatch and its chunks, and how many are like it.
+
+    Only of a row that sums gradients the module matters, whose parameters they are.
+    """
+    alike: dict[tuple[TensorParallelRow, tuple[int, int], int], int] = {}
+    for row in plan.tensor_parallel:
+        chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
+        kind = row if row.sums else replace(row, module="")
+        key = kind, plan.runs(row.module), chunks
+        alike[key] = alike.get(key, 0) + 1
+    return alike
