@@ -246,7 +246,7 @@ def test_training_on_four_ranks(
     compare(tiny, (*every, *overrides_of(case, weights(case.model))), four, four_on_cpu, case)
 
 
-TO_THE_BYTE = {"defer", "recomputed", "lora", "muon", "replicas", "tied"}
+TO_THE_BYTE = {"defer", "recomputed", "lora", "muon", "replicas", "tied", "chunks of the loss"}
 NUMBERS = 128
 """Bytes of the metrics, of the guard and of the balance, single numbers that no forecast has."""
 

@@ -203,7 +203,10 @@ class _Step:
                 terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
                 note(AFTER_LOSS)
                 first = False
-                sum(terms).backward()  # type: ignore[union-attr]  # at least one term
+                loss = sum(terms)  # at least one term
+                del terms  # what they keep goes as it is used
+                loss.backward()  # type: ignore[union-attr]
+                del loss
         begin(UPDATE)
         self.optimizer.step()
         self.optimizer.zero_grad()

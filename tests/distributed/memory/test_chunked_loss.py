@@ -1,6 +1,7 @@
 """A loss in chunks is the loss, its gradient is the gradient, and only the logits of a chunk exist at a time."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,19 @@ class Largest(TorchDispatchMode):
         sizes = [item.numel() for item in tree_leaves(result) if isinstance(item, torch.Tensor) and item.shape[-1:] == (WORDS,)]
         self.entries = max([self.entries, *sizes])
         return result
+
+
+def test_gradients_go_as_they_are_used() -> None:
+    """The loss lives until the backward of all layers is over, and so would they: one is as large as the head, in fp32."""
+    model = chunked(made("llama"), 3)
+    alive = []
+    model.model.layers[1].register_full_backward_hook(lambda *_: alive.extend(own() is not None for own in kept))
+    loss = forward_loss(model, batch_of())
+    kept = [weakref.ref(value) for value, _ in loss.grad_fn.gradients]  # type: ignore[union-attr, attr-defined]
+    loss.backward()
+    assert alive == [False, False]
+    with pytest.raises(UnsupportedError, match="has one backward"):
+        loss.backward()
 
 
 def test_only_the_logits_of_a_chunk_exist() -> None:

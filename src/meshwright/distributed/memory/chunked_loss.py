@@ -232,8 +232,18 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Rounded last: a sum over many tokens may be too large for the dtype of its parameter.
-        found = [None if value is None else (value * gradient).to(dtype) for value, dtype in context.gradients]
+        if not context.gradients:
+            raise UnsupportedError(
+                "loss.chunks",
+                "parallel.loss_chunks: a loss in chunks has one backward, and this is the second; the legal value is 0",
+            )
+        # They go one after another, because the loss keeps this context until the backward of all layers is over.
+        gradients, context.gradients = context.gradients[::-1], []
+        found: list[torch.Tensor | None] = []
+        while gradients:
+            value, dtype = gradients.pop()
+            # Rounded last: a sum over many tokens may be too large for the dtype of its parameter.
+            found.append(None if value is None else (value * gradient).to(dtype))
         return (found[0], None, None, None, None, None, *found[1:])
 
 
