@@ -7,8 +7,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU starts no driver, which no fork survives
 
+import itertools
 import shutil
 import tempfile
+import zlib
 from collections.abc import Generator
 
 import pytest
@@ -27,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))
 
 
+@pytest.hookimpl(optionalhook=True)  # one process without xdist
 def pytest_xdist_auto_num_workers() -> int:
     """With ``-n auto``, three workers on two cores: many tests wait for processes that they start."""
     return 3 * (os.cpu_count() or 2) // 2
@@ -54,9 +57,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _mark_all_but_a_sample(items: list[pytest.Item]) -> None:
-    """Mark as thorough all cases of a test with ``sampled(number)``, except for this number, evenly spread.
+    """Mark as thorough all cases of a test with ``sampled(number)``, except for one of each of so many equal parts of them.
 
-    Cases that are marked as thorough themselves do not count.
+    Which one is drawn by its name, so that it need not be the first. Cases that are marked as thorough themselves do not count.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -66,7 +69,10 @@ def _mark_all_but_a_sample(items: list[pytest.Item]) -> None:
         marker = of_test[0].get_closest_marker("sampled")
         assert marker is not None
         (number,) = marker.args
-        kept = {index * len(of_test) // number for index in range(number)}
-        for index, item in enumerate(of_test):
-            if index not in kept:
-                item.add_marker(pytest.mark.thorough)
+        bounds = [index * len(of_test) // number for index in range(number + 1)]
+        for begin, end in itertools.pairwise(bounds):
+            part = of_test[begin:end]
+            drawn = min(part, key=lambda item: zlib.crc32(item.nodeid.encode()), default=None)
+            for item in part:
+                if item is not drawn:
+                    item.add_marker(pytest.mark.thorough)

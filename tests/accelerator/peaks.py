@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
+from meshwright.distributed.experts.dispatch import static_splits
+from meshwright.models.objective import Batch
 from meshwright.ranks.pool import Pool
 from meshwright.trace.held.memory import forecast_memory
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import make_setup
+from meshwright.train.trainer import Trainer
 from tests.accelerator.build import build
 from tests.accelerator.runs import train_with
 from tests.accelerator.workers import Workers
@@ -24,13 +29,30 @@ CASES_OF_MEMORY = (
 )  # fmt: skip
 """Names of cases of ``tests/accelerator/test_training.py``."""
 
-EVERY = ("training.steps=3", "data.eval_fraction=0", "checkpoint.every=0")
+EVERY = ("data.sequence_length=40", "training.steps=3", "data.eval_fraction=0", "checkpoint.every=0")
 """Overrides of all of them: a peak is that of steps alone."""
 
 
+def as_forecast(trainer: Trainer) -> None:
+    """A plant: each sequence has two documents of equal length, and routers give all experts equally many tokens."""
+    share, run = trainer.batches.training, trainer.run
+
+    def training(batches: list[Batch], numbers: Sequence[Sequence[int]]) -> list[Batch]:
+        for batch in batches:
+            length = batch["input_ids"].shape[1]
+            batch["position_ids"] = (torch.arange(length) % (length // 2)).expand_as(batch["input_ids"]).contiguous()
+        return share(batches, numbers)
+
+    def run_evenly() -> None:
+        with static_splits(1.0):
+            run()
+
+    vars(trainer.batches)["training"], vars(trainer)["run"] = training, run_evenly
+
+
 def peak_and_forecast(config: RunConfig, workers: Pool) -> tuple[int, int]:
-    """Return the most bytes that a rank held in training, and those that are forecast."""
-    peak = max(rank.peak or 0 for rank in train_with(workers, config))
+    """Return the most bytes that a rank held in training, and those that are forecast. The data are :func:`as_forecast`."""
+    peak = max(rank.peak or 0 for rank in train_with(workers, config, as_forecast))
     return peak, forecast_memory(make_setup(config, workers.world_size)).peak
 
 

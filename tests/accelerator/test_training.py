@@ -246,18 +246,18 @@ def test_training_on_four_ranks(
     compare(tiny, (*every, *overrides_of(case, weights(case.model))), four, four_on_cpu, case)
 
 
-TO_THE_BYTE = {"defer", "recomputed", "lora", "muon", "replicas", "tied", "chunks of the loss"}
-NUMBERS = 128
+NUMBERS = 512
 """Bytes of the metrics, of the guard and of the balance, single numbers that no forecast has."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES_OF_MEMORY)
 def test_the_peak_of_memory_is_the_forecast(tiny: Tiny, weights: Callable[[str], Path], two: Workers, name: str) -> None:
     config = tiny(*EVERY, *overrides_of(CASES[name], weights(CASES[name].model)))
     peak, forecast = peak_and_forecast(config, two)
-    assert 0.95 * forecast < peak < 1.05 * forecast
-    if name in TO_THE_BYTE:
+    if name.startswith("pp "):  # closed forms of traces without stages
+        assert 0.95 * forecast < peak < 1.05 * forecast
+    else:
         assert 0 <= peak - forecast < NUMBERS
 
 

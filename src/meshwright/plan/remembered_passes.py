@@ -131,7 +131,9 @@ class _Noted:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, instance: _Noting, owner: type) -> Any:
+    def __get__(self, instance: _Noting | None, owner: type) -> Any:
+        if instance is None:
+            return self
         value = vars(instance)[self.name] = instance._note(self.name)
         return value
 

@@ -48,6 +48,11 @@ class SmallTrace:
     gradient_bytes: int
     optimizer_bytes: int
 
+    def buffer_bytes(self, microbatches: int) -> int:
+        """Return the bytes of buffers, and of the batches of a step with so many microbatches."""
+        state = self.step.state - self.parameter_bytes - self.optimizer_bytes
+        return max(0, state + (microbatches - self.step.microbatches) * self.step.batch)
+
     @classmethod
     def of(cls, setup: RunSetup, layers: int, *, device: bool, load: float) -> "SmallTrace":
         """Make it; see :func:`~meshwright.trace.step.trace_step` for the arguments."""
@@ -70,7 +75,8 @@ class SmallTrace:
             for kind in ("moments", "noted")
         )
         work = {name: {Work(key): int(size) for key, size in done.items()} for name, done in step["work"].items()}
-        step = StepTrace(moments, work, int(step["microbatches"]), noted, int(step["state"]), int(step["peak"]))
+        sizes = {name: int(step[name]) for name in ("microbatches", "state", "batch", "peak")}
+        step = StepTrace(moments=moments, work=work, noted=noted, **sizes)
         return cls(step, tuple(map(str, content.pop("layers"))), **{name: int(size) for name, size in content.items()})
 
     def to_json(self) -> str:

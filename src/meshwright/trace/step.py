@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.device import synchronize
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes, without_propagation
-from meshwright.distributed.context.sequences import share_batch
+from meshwright.distributed.context.sequences import forget_kept, sequences_of
 from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.dispatch import static_splits
@@ -31,14 +31,15 @@ from meshwright.models.reading.tracing import hooked
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives.call import evaluate_batch, passes_before
-from meshwright.objectives.documents import most_documents, number_documents
 from meshwright.objectives.running import Running, running
-from meshwright.objectives.trying.invented import invented, spread_of
+from meshwright.objectives.trying.invented import invented
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.trace.kernels import device_kernels, report_attention
 from meshwright.trace.live import Kind, LiveBytes
 from meshwright.trace.work import Work, WorkCounter
+from meshwright.train.batches import RankBatches
 from meshwright.train.optimizer import build_optimizer
+from meshwright.train.parts import RankSetup
 from meshwright.train.run_objective import columns_of
 from meshwright.train.start.setup import RunSetup
 
@@ -61,7 +62,8 @@ class StepTrace:
         work: the same moments to the work of the rank by kind, of all microbatches.
         microbatches: number of microbatches of the step.
         noted: the bytes by kind in the first microbatch, before the loss and after it.
-        state: bytes of shards of parameters and of the optimizer's state, and buffers.
+        state: bytes of shards of parameters and of the optimizer's state, buffers, and the batches of all microbatches.
+        batch: bytes of the batch of one microbatch.
         peak: the most bytes at once.
     """
 
@@ -70,6 +72,7 @@ class StepTrace:
     microbatches: int
     noted: Mapping[str, Mapping[Kind, int]]
     state: int
+    batch: int
     peak: int
 
 
@@ -132,13 +135,22 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         step = _prepared(setup, batches, "cpu", tensors)
         _make_state(setup.model, step.optimizer)
         held = [item for state in step.optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
-        for batch in step.batches:  # a run moves all to the device first, with what is known of documents (`moved_batch`)
-            held += [*batch.values(), *([torch.empty_like(batch["position_ids"])] if setup.plan.options.packed else ())]
+        for batch in step.batches:  # a run moves all to the device first
+            moved = [*batch.values(), *_documents(batch["position_ids"], setup.plan.options.packed)]
+            held += moved
         live = LiveBytes(setup.model, held, settle=tensors is None, words=_words(setup))
         with live, WorkCounter() as work, report_attention(work.attended), without_propagation(live, work):
             state = live.held
             step(live, work)
-    return StepTrace(live.moments, work.moments, len(step.batches), live.noted, state, live.peak)
+    of_batch = sum(tensor.nbytes for tensor in moved)  # all microbatches have the same shapes
+    return StepTrace(live.moments, work.moments, len(step.batches), live.noted, state, of_batch, live.peak)
+
+
+def _documents(positions: torch.Tensor, packed: bool) -> list[torch.Tensor]:
+    """Return what a run moves to the device with positions, of which documents they are of (``models/moved_batch.py``)."""
+    sequences = sequences_of(positions)
+    known = () if sequences is None else (sequences.documents, sequences.prefix)
+    return [tensor for tensor in (*known, torch.empty_like(positions) if packed else None) if tensor is not None]
 
 
 def _make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -204,9 +216,10 @@ class _Step:
                 note(AFTER_LOSS)
                 first = False
                 loss = sum(terms)  # at least one term
-                del terms  # what they keep goes as it is used
+                del terms  # scalars and values of tokens: what made them goes as backward uses it
                 loss.backward()  # type: ignore[union-attr]
                 del loss
+                forget_kept(batch.get("position_ids"))
         begin(UPDATE)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -232,16 +245,12 @@ class _Step:
 def _parallelized(setup: RunSetup, kind: str) -> tuple[ParallelMesh, list[Batch]]:
     """Parallelize the model of a run, which gets no values, and return its mesh and this rank's batches."""
     model, plan = setup.model, setup.plan
-    batches = [_batch(setup, index) for index in range(plan.options.microbatches)]
-    batches = setup.objective.training(batches, [range(len(batch["input_ids"])) for batch in batches])
     mesh = build_mesh(plan.layout, kind)
     get_parallelization_strategy(model).carry_out(model, plan, mesh)
     setup.objective.attach(model)
-    spread = spread_of(columns_of(setup.config))
-    if setup.objective.documents or spread:
-        most = most_documents(setup.objective, setup.config.data.packing, setup.config.data.sequence_length)
-        batches = [{**batch, **number_documents(batch, most, spread)} for batch in batches]
-    return mesh, [share_batch(plan, mesh.rank("cp"), batch) for batch in batches]
+    whole = [_batch(setup, index) for index in range(plan.options.microbatches)]
+    ours = RankBatches(RankSetup(setup, torch.device(kind), mesh), setup.objective)
+    return mesh, ours.training(whole, [range(len(batch["input_ids"])) for batch in whole])
 
 
 def _prepared(

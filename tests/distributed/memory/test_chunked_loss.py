@@ -16,13 +16,13 @@ from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.memory import chunked_loss
-from meshwright.distributed.memory.chunked_loss import DeferredLogits, chunk_loss, chunks_its_loss
+from meshwright.distributed.memory.chunked_loss import VALUES, DeferredLogits, chunk_loss, chunks_its_loss
 from meshwright.distributed.mesh import build_mesh
 from meshwright.errors import UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.reading.output_layer import trace_head
 from meshwright.models.specs.registry import spec_of
-from meshwright.models.token_loss import IGNORE, forward_logits, forward_loss, token_loss_sum
+from meshwright.models.token_loss import IGNORE, forward_logits, forward_loss, token_log_probs, token_loss_sum
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
@@ -67,6 +67,12 @@ def gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.T
     loss = forward_loss(model, batch)
     (loss / 7).backward()
     return loss.detach(), {name: own.grad for name, own in model.named_parameters() if own.grad is not None}
+
+
+def chunked_values(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The log-probabilities of labels."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    return model(**given, **{VALUES: (batch["labels"].clamp(min=0), token_log_probs)})
 
 
 @pytest.mark.parametrize("chunks", [2, 5, 24, 100])
@@ -129,16 +135,39 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_gradients_go_as_they_are_used() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_go_as_they_are_used(dtype: torch.dtype) -> None:
     """The loss lives until the backward of all layers is over, and so would they: one is as large as the head, in fp32."""
-    model = chunked(made("llama"), 3)
+    model = chunked(made("llama").to(dtype), 3)
     alive = []
     model.model.layers[1].register_full_backward_hook(lambda *_: alive.extend(own() is not None for own in kept))
     loss = forward_loss(model, batch_of())
-    kept = [weakref.ref(value) for value, _ in loss.grad_fn.gradients]  # type: ignore[union-attr, attr-defined]
+    kept = [weakref.ref(value.untyped_storage()) for value, _ in loss.grad_fn.gradients]  # type: ignore[union-attr, attr-defined]
+    if dtype is torch.float32:  # then that of the head is the gradient itself
+        del kept[1:]
     loss.backward()
-    assert alive == [False, False]
-    with pytest.raises(UnsupportedError, match="has one backward"):
+    assert alive == [False] * len(kept)
+
+
+def test_values_of_tokens_let_go_of_hidden_states() -> None:
+    model, batch = chunked(made("llama"), 3), batch_of()
+    alive = []
+    model.model.layers[1].register_full_backward_hook(lambda *_: alive.append(hidden() is not None))
+    values = chunked_values(model, batch)
+    hidden = weakref.ref(values.grad_fn.next_functions[0][0].logits_of.__self__)  # type: ignore[union-attr]
+    values.sum().backward()
+    assert alive == [False]
+
+
+@pytest.mark.parametrize("whole", [lambda *given: forward_loss(*given), lambda *given: chunked_values(*given).sum()])
+def test_one_backward(whole: Callable[..., torch.Tensor]) -> None:
+    model, batch = chunked(made("llama"), 3), batch_of()
+    loss = whole(model, batch)
+    loss.backward(retain_graph=True)
+    for again in (loss, whole(model, batch)):  # a second one, and one that is to be differentiated again
+        with pytest.raises(UnsupportedError, match="one backward, without create_graph"):
+            torch.autograd.grad(again, model.lm_head.weight, create_graph=True)
+    with pytest.raises(UnsupportedError, match="one backward"):
         loss.backward()
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "are_same_entries",
     "carry_sequences_to",
     "context_parallel",
+    "forget_kept",
     "join_sequences",
     "sequences_of",
     "share_batch",
@@ -252,6 +253,12 @@ def carry_sequences_to(source: torch.Tensor, copy: torch.Tensor) -> None:
     sequences = sequences_of(source)
     if sequences is not None and copy is not source:
         vars(copy)[_SEQUENCES] = sequences.to(copy.device)
+
+
+def forget_kept(position_ids: torch.Tensor | None) -> None:
+    """Let go of what attentions keep for a microbatch, whose ``position_ids`` are given. They make it again if they must."""
+    if (sequences := sequences_of(position_ids)) is not None:
+        sequences._made.clear()
 
 
 def _cut(tensor: torch.Tensor, pieces: Sequence[range]) -> torch.Tensor:

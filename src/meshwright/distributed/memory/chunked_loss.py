@@ -14,7 +14,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import UnsupportedError
@@ -203,6 +202,16 @@ def _check_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         left += [following for following, _ in node.next_functions]
 
 
+def _check_backward(*, first: bool) -> None:
+    """Refuse a second backward, whose tensors are gone, and one that is to be differentiated again, which has no graph."""
+    if not first or torch.is_grad_enabled():
+        raise UnsupportedError(
+            "loss.chunks",
+            "parallel.loss_chunks: a loss in chunks has one backward, without create_graph; add up first what you want the "
+            "gradient of, or set 0",
+        )
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -230,20 +239,15 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not context.gradients:
-            raise UnsupportedError(
-                "loss.chunks",
-                "parallel.loss_chunks: a loss in chunks has one backward, and this is the second; the legal value is 0",
-            )
+        _check_backward(first=bool(context.gradients))
         # They go one after another, because the loss keeps this context until the backward of all layers is over.
         gradients, context.gradients = context.gradients[::-1], []
         found: list[torch.Tensor | None] = []
         while gradients:
             value, dtype = gradients.pop()
             # Rounded last: a sum over many tokens may be too large for the dtype of its parameter.
-            found.append(None if value is None else (value * gradient).to(dtype))
+            found.append(None if value is None else value.mul_(gradient).to(dtype))
         return (found[0], None, None, None, None, None, *found[1:])
 
 
@@ -264,11 +268,12 @@ class _ChunkedValues(torch.autograd.Function):
         return torch.cat([function(logits_of(part), targets) for part, targets in parts], 1)
 
     @staticmethod
-    @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _check_backward(first=context.logits_of is not None)
         hidden, labels, *parameters = context.saved_tensors
         wanted = [context.needs_input_grad[0], *context.needs_input_grad[5:]]
         gradients = _Gradients(context.logits_of, context.function, parameters, wanted)
+        context.logits_of = context.function = None  # they hold hidden states, and this lives until all backward is over
         for chunk in zip(*(tensor.tensor_split(context.chunks, 1) for tensor in (hidden, labels, gradient)), strict=True):
             gradients.add(*chunk)
         rounded = [None if total is None else total.to(p.dtype) for total, p in zip(gradients.sums, parameters, strict=True)]

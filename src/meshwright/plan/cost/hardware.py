@@ -35,7 +35,7 @@ class Hardware:
         nic_us: latency of a step of a collective between nodes, in microseconds.
         host_gb_s: bandwidth between a device and its host, one way, in 10^9 bytes a second.
         launch_us: time in which the host starts an operator, in microseconds.
-        overlap: share of what FSDP2's order lets compute hide (:mod:`meshwright.trace.overlap`) that is hidden.
+        overlap: share of what FSDP2's order lets compute hide (:mod:`meshwright.trace.in_time.fsdp_replay`) that is hidden.
         beyond: time of a step beyond what its parts take, as a share of them: measured by `meshwright calibrate` on a step of
             some layers; may be left out.
         calibrated: whether the values were measured on the machine (`meshwright calibrate`); may be left out.

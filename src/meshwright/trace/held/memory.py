@@ -77,13 +77,14 @@ def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[Memory
     kinds, first = traces.kinds, traces.first
     moments, slopes = traces.moments(first), slopes_of(traces)
     trace, more, shards = traces.of(first), Counter(kinds[first:]), totals(setup.plan)
-    found = []
+    buffers, found = trace.buffer_bytes(setup.plan.options.microbatches), []
     for name, held in moments.items():
         grown = Counter(held)
         for kind, times in more.items():
             for part, slope in slopes[kind].get(name, Counter()).items():
                 grown[part] += times * slope
-        parts = _parts(grown, shards, trace) | {"update": held_in_update(setup.plan) if name == UPDATE else 0}
+        update = held_in_update(setup.plan) if name == UPDATE else 0
+        parts = {**_parts(grown, shards, trace), "buffers": buffers, "update": update}
         found.append(MemoryForecast(name, parts, tuple(sorted(traces.made))))
     return found
 
@@ -91,7 +92,6 @@ def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[Memory
 def _parts(held: Counter[Kind], shards: Totals, trace: SmallTrace) -> dict[str, int]:
     """Return the parts of a moment, with the shards of the whole run in place of those of a trace."""
     reduced = held[Kind.REDUCED] / max(1, trace.gradient_bytes)
-    buffers = trace.step.state - trace.parameter_bytes - trace.optimizer_bytes
     return {
         "parameters": shards.parameter_bytes,
         "optimizer": shards.optimizer_bytes,
@@ -101,5 +101,4 @@ def _parts(held: Counter[Kind], shards: Totals, trace: SmallTrace) -> dict[str, 
         "activations": held[Kind.ACTIVATIONS],
         "logits": held[Kind.LOGITS],
         "communication": held[Kind.COMMUNICATION],
-        "buffers": max(0, buffers),
     }

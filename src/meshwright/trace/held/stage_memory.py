@@ -58,7 +58,7 @@ class StageMemory:
         self._totals, self._parts = totals_of_rank(plan, rank), parts_of_rank(plan, rank)
         trace, self._moments = traces.of(traces.first), traces.moments(traces.first)
         self._noted = trace.step.noted
-        self._buffers = max(0, trace.step.state - trace.parameter_bytes - trace.optimizer_bytes)
+        self._buffers = trace.buffer_bytes(plan.options.microbatches)
         kept = kept_layers(traces)
         around = max(0, self._noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0) - kept.traced)
         self._works = max(0, kept.works - around)
@@ -118,8 +118,7 @@ class StageMemory:
         """Return what the rank holds at a turn when it holds the most."""
         activations = _dot(turn.alive, self._kept) + _dot(turn.halved, self._halved)
         works = self._forward_works if turn.phase is Phase.FORWARD else self._works
-        held = [(activations + works, 0)]
-        head = len(self.plan.stages) - 1
+        logits, head = 0, len(self.plan.stages) - 1
         if head in self.stages:
             of_head, alive = self._of_head, turn.alive[self.stages.index(head)]
             activations += alive * of_head[Kind.ACTIVATIONS]
@@ -127,12 +126,24 @@ class StageMemory:
             activations += halved * max(0, of_head[Kind.OUTPUTS] - of_head[Kind.LOGITS])
             # The half for inputs of the head holds the logits beside their gradient, and leaves the gradient.
             logits = (alive + (turn.phase is Phase.INPUT and turn.stage == head)) * of_head[Kind.LOGITS]
-            held = [(activations + works, logits)]
-            if turn.stage == head:  # what this microbatch keeps for the loss is there while the loss is computed
-                held = [(activations + works - of_head[Kind.ACTIVATIONS], logits - of_head[Kind.LOGITS])]
-                held += [(activations + self._loss_works[Kind.ACTIVATIONS], logits + self._loss_works[Kind.LOGITS])]
-        activations, logits = max(held, key=sum)
-        unsharded, shards, reduces = self._gradients(turn)
+        if turn.stage != head:
+            return self._parts_at(turn, activations + works, logits, making=True)
+        # What this microbatch keeps for the loss is there while the loss is computed, before it makes gradients of parameters.
+        gone, there = self._of_head, self._loss_works
+        layers = self._parts_at(turn, activations + works - gone[Kind.ACTIVATIONS], logits - gone[Kind.LOGITS], making=True)
+        loss = self._parts_at(turn, activations + there[Kind.ACTIVATIONS], logits + there[Kind.LOGITS], making=False)
+        return max(layers, loss, key=lambda parts: sum(parts.values()))
+
+    def _parts_at(self, turn: HeldTurn, activations: int, logits: int, *, making: bool) -> Parts:
+        """Return what the rank holds at a turn with some activations and logits.
+
+        Args:
+            turn: the turn.
+            activations: bytes of them.
+            logits: bytes of them.
+            making: whether the turn is where it makes gradients of parameters, if it makes some.
+        """
+        unsharded, shards, reduces = self._gradients(turn, making and turn.phase in (Phase.BACKWARD, Phase.WEIGHT))
         moments = self._moments.values() if reduces else [self._moments[name] for name in (FORWARD, LOSS)]
         sends = self._totals.receive_buffer_bytes + self._held_sends(turn)
         return {
@@ -172,11 +183,12 @@ class StageMemory:
     def _gradients_of_parts(self) -> list["_Gradients"]:
         return [_Gradients.of(rows_on_stages(self.plan, stages)) for stages in self._parts]
 
-    def _gradients(self, turn: HeldTurn) -> tuple[int, int, bool]:
-        """Return the bytes of unsharded gradients and of shards at a turn, and whether gradients are reduced in it."""
+    def _gradients(self, turn: HeldTurn, making: bool) -> tuple[int, int, bool]:
+        """Return the bytes of unsharded gradients and of shards where a turn makes gradients, or before; and whether they are
+        reduced there.
+        """
         unsharded = shards = 0
         reduces = False
-        making = turn.phase in (Phase.BACKWARD, Phase.WEIGHT)
         for stages, own in zip(self._parts, self._gradients_of_parts, strict=True):
             over = {stage: turn.over[self.stages.index(stage)] for stage in stages}
             held = (0, 0)

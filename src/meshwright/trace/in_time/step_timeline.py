@@ -1,7 +1,8 @@
 """The forecast of a step in time: what each rank of a pipeline computes, sends and waits for, and when.
 
 Nothing is forecast here. The parts of :func:`meshwright.trace.time.forecast_time` are laid out in the order in which the
-replays of FSDP2 and of the pipeline (:mod:`meshwright.trace.overlap`) have them, and stretched to what the forecast says:
+replays of FSDP2 (:mod:`meshwright.trace.in_time.fsdp_replay`) and of the pipeline (:mod:`meshwright.trace.overlap`) have them,
+and stretched to what the forecast says:
 
 - What computes, and the collectives of ``tp``, ``cp`` and ``ep`` inside of layers, take as long as the forecast says of the
   slowest rank of ``pp``. Where in a layer a collective stands is not known: it is drawn behind the layer's compute.

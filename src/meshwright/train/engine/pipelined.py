@@ -57,7 +57,7 @@ class Pipelined(Runner):
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
         """See :class:`Runner`."""
         work = (
-            Work(self.objective.stage_arguments(batch), partial(self.evaluated, batch=batch), partial(self.replayed, batch))
+            Work(self.objective.stage_arguments(batch), partial(self.evaluated, batch=batch), partial(self.using, batch))
             for batch in self.prepared(batches)
         )
         return self.stages.evaluate(work, self.size_of_evaluation)
@@ -73,7 +73,7 @@ class Pipelined(Runner):
 
         @contextmanager
         def within(batch: Batch) -> Iterator[None]:
-            with around(), self.replayed(batch):
+            with around(), self.using(batch):
                 yield
 
         work = (Work(forward_arguments(batch), partial(found, batch), partial(within, batch)) for batch in batches)

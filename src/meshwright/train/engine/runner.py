@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.data.rows.columns import ROUTED_EXPERTS
+from meshwright.distributed.context.sequences import forget_kept
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
 from meshwright.distributed.experts.router_replay import Replay
@@ -116,18 +117,23 @@ class Runner(ABC):
         """Return which tokens count for the balance of the experts that this rank runs, see :meth:`Objective.routed`."""
         return self.objective.routed(batch) if self.balance.counts_tokens else None
 
-    def replayed(self, batch: Batch) -> AbstractContextManager[None]:
-        """Inside, routers choose the experts that a batch has, if it has some."""
+    @contextmanager
+    def using(self, batch: Batch) -> Iterator[None]:
+        """Inside, the model is called with a batch: routers choose the experts that it has, if it has some. What attentions
+        keep of it for each other (masks) goes at the end.
+        """
         given = batch.get(ROUTED_EXPERTS)
-        if given is None:
-            return nullcontext()
-        assert self.replay is not None, "a runner of a plan has it"
-        return self.replay.of(given)
+        assert given is None or self.replay is not None, "a runner of a plan has it"
+        try:
+            with nullcontext() if given is None or self.replay is None else self.replay.of(given):
+                yield
+        finally:
+            forget_kept(batch.get("position_ids"))
 
     @contextmanager
     def training(self, batch: Batch) -> Iterator[None]:
         """Inside are a forward and a backward of a microbatch, whose tokens count for the balance of experts."""
-        with self.balance.microbatch(self.routed(batch)), self.replayed(batch):
+        with self.balance.microbatch(self.routed(batch)), self.using(batch):
             yield
 
     def evaluated(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -239,7 +245,7 @@ class Sequential(Runner):
         total: torch.Tensor | None = None
         with self._evaluating():
             for batch in self.prepared(batches):
-                with self.replayed(batch):
+                with self.using(batch):
                     values = self.evaluated(self.model, batch)
                 total = values if total is None else total + values
         assert total is not None
@@ -253,7 +259,7 @@ class Sequential(Runner):
         found = []
         with self._evaluating(), around():
             for batch in batches:
-                with self.replayed(batch):
+                with self.using(batch):
                     found.append(values(self.model, batch))
         return found
 

@@ -154,6 +154,7 @@ def _stored(draft: Draft, shape: tuple[int, ...], dtype: str, kind: str, style: 
 
 
 def _check_shape(parameter: ParameterFacts, stored: _Stored, problems: Problems) -> None:
+    """Add a problem for a parameter without entries, and for one whose blocks of 4-bit numbers a slice would cut."""
     if not prod(parameter.shape):
         problems.add(
             "fsdp.empty",
@@ -171,6 +172,7 @@ def _check_shape(parameter: ParameterFacts, stored: _Stored, problems: Problems)
 def _row(
     draft: Draft, parameter: ParameterFacts, unit: UnitRow, stored: _Stored, style: str | None, stages: tuple[int, ...]
 ) -> ParameterRow:
+    """Return the row of a parameter of a unit, which is stored like ``stored``; ``style``: how `tp` or `ep` slices it."""
     trainable = parameter.name in draft.trained
     compute = NF4 if parameter.dtype == NF4 else unit.param_dtype or parameter.dtype
     rate = draft.rates.get(parameter.name, Rate())
