@@ -231,7 +231,7 @@ def test_a_kill_leaves_the_earlier_export_or_the_new_one(
 ) -> None:
     """Where the system exchanges directories, no rename is seen; elsewhere the next export repairs what a kill left."""
     if not swaps:
-        monkeypatch.setattr("meshwright.checkpoint.export.exchange", lambda *_: False)
+        monkeypatch.setattr("meshwright.files._exchanged", lambda *_: False)
     (exported / "of-the-earlier").write_text("")
     for at in (1, 2):
         child = os.fork()
