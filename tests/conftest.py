@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU starts no driver, which no fork survives
 
+import gc
 import itertools
 import shutil
 import tempfile
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
     # Fastest first: whole commands last.
     items.sort(key=lambda item: item.get_closest_marker("command") is not None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is loaded by now stays: a collection of garbage need not look at it again, here and in forked ranks."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)

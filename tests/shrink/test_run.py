@@ -246,12 +246,21 @@ def _computes(rank: int, configs: list[RunConfig]) -> list[tuple[str, list[str]]
     return wrong
 
 
-def test_small_models_compute() -> None:
-    names = [
-        "llama-3.1-8b", "mixtral-8x7b", "qwen3-moe-every-third", "gemma2-9b", "gemma3-1b", "gemma4-e2b", "phi3-mini-128k",
-        "gpt2-xl", "gpt-neox-20b", "deepseek-v3", "glm4-moe", "gpt-oss-20b", "falcon-7b", "falcon-40b", "smollm3",
-        "llama4-maverick", "qwen3-next", "nemotron-h",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mixtral-8x7b", "gemma3-1b", "gpt2-xl", "deepseek-v3", "falcon-7b", "nemotron-h"],
+        pytest.param(
+            [
+                "llama-3.1-8b", "qwen3-moe-every-third", "gemma2-9b", "gemma4-e2b", "phi3-mini-128k", "gpt-neox-20b",
+                "glm4-moe", "gpt-oss-20b", "falcon-40b", "smollm3", "llama4-maverick", "qwen3-next",
+            ],
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["some", "others"],
+)  # fmt: skip
+def test_small_models_compute(names: list[str]) -> None:
     configs = [shrunk(FAMILIES[name])[0] for name in names]
     (outcome,) = run_ranks(_computes, 1, configs, group=False)
     assert [item for item in outcome if item[1]] == []

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -58,9 +59,17 @@ def test_what_is_no_computation_is_waiting() -> None:
 def test_a_run_prints_both_and_knows_its_speed(
     tiny: Tiny, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forecast comes while the first steps run, so the run is long enough; it needs no GPU."""
+    """The first steps wait for the forecast here, so that few are enough; it needs no GPU."""
     monkeypatch.setattr(forecast, "NICENESS", 0)  # here, other tests leave nothing to a process that lets them go first
-    config = tiny("metrics.gpu=h100", "training.steps=400", "training.log_every=10", "training.eval_every=0")
+    step = Expectation.step
+
+    def after_the_forecast(expectation: Expectation) -> AbstractContextManager[None]:
+        if expectation._process is not None:
+            expectation._process.wait()
+        return step(expectation)
+
+    monkeypatch.setattr(Expectation, "step", after_the_forecast)
+    config = tiny("metrics.gpu=h100", "training.steps=20", "training.log_every=5", "training.eval_every=0")
     train(config, 2)
     printed = capfd.readouterr().out
     assert printed.count("A step, in ms") == 1, printed
