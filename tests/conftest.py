@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is loaded by now stays: a collection of garbage need not look at it again, here and in forked ranks."""
+    """What is loaded by now stays, so the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
 

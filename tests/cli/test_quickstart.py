@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 @pytest.mark.command
 @pytest.mark.parametrize(
-    ("steps", "every", "drop"), [(12, 6, 0.5), pytest.param(150, 50, 2.0, marks=pytest.mark.thorough)], ids=["12", "all"]
+    ("steps", "every", "drop"), [(12, 6, 1.0), pytest.param(150, 50, 2.0, marks=pytest.mark.thorough)], ids=["12", "all"]
 )
 def test_quickstart_learns_saves_exports_and_samples(tmp_path: Path, steps: int, every: int, drop: float) -> None:
     command = [
