@@ -101,11 +101,12 @@ class Page:
         return found
 
     def place(self, selector: str, across: float = 0.5, down: float = 0.5) -> tuple[float, float]:
-        """Scroll to an element, and return a place inside of it, in shares of its size."""
+        """Scroll to an element, and return a place inside of it, in shares of its size, when the page has been drawn so."""
         box = self.run(
-            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); "
+            f"new Promise((found) => {{ const one = document.querySelector({json.dumps(selector)}); "
             "one.scrollIntoView({block: 'center', behavior: 'instant'}); "
-            "const box = one.getBoundingClientRect(); return [box.x, box.y, box.width, box.height]; })()"
+            "requestAnimationFrame(() => requestAnimationFrame(() => { const box = one.getBoundingClientRect(); "
+            "found([box.x, box.y, box.width, box.height]); })); })"
         )
         return box[0] + across * box[2], box[1] + down * box[3]
 

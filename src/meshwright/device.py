@@ -43,6 +43,7 @@ __all__ = [
     "profiled",
     "release_memory",
     "rng_state",
+    "seed_generators",
     "set_rng_state",
     "start_method",
     "starting",
@@ -325,6 +326,18 @@ def fork_rng(device: torch.device) -> AbstractContextManager[object]:
     if not is_accelerator(device):
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators of the host and of a device, as ``torch.manual_seed`` does.
+
+    That one also keeps the seed for each kind of device that has not started, with the caller's stack in words: milliseconds
+    for each module of a model.
+    """
+    torch.default_generator.manual_seed(seed)
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 def profiled(device: torch.device) -> bool:

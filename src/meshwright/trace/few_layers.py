@@ -150,11 +150,13 @@ def kept_layers(traces: Traces) -> KeptLayers:
 def _kept_layers(traces: Traces) -> KeptLayers:
     kinds, first, slopes = traces.kinds, traces.first, slopes_of(traces)
     moments, own = traces.moments(first), {kind: max(0, slope[LOSS][Kind.ACTIVATIONS]) for kind, slope in slopes.items()}
-    own = own or dict.fromkeys(kinds[:first], moments[LOSS][Kind.ACTIVATIONS] // first)
-    own = {kind: own.get(kind, max(own.values())) for kind in kinds}
+    run = {kind for name, kind in zip(traces.setup.plan.layers, kinds, strict=True) if traces.setup.plan.unit(name).forwards}
+    live = [kind for kind in kinds[:first] if kind in run]
+    own = own or dict.fromkeys(live, moments[LOSS][Kind.ACTIVATIONS] // len(live))
+    own = {kind: own.get(kind, max(own.values())) if kind in run else 0 for kind in kinds}
     outputs = {kind: _outputs(traces, place + 1) - _outputs(traces, place) for kind, place in traces.places.items()}
-    outputs = outputs or dict.fromkeys(kinds[:first], _outputs(traces, first) // first)
-    outputs = {kind: outputs.get(kind, max(outputs.values())) for kind in kinds}
+    outputs = outputs or dict.fromkeys(live, _outputs(traces, first) // len(live))
+    outputs = {kind: outputs.get(kind, max(outputs.values())) if kind in run else 0 for kind in kinds}
     traced = sum(own[kind] for kind in kinds[:first])
     backward = (held[Kind.ACTIVATIONS] for name, held in moments.items() if name not in (LOSS, UPDATE, FORWARD))
     return KeptLayers(own, outputs, traced, max(0, max(backward, default=0) - traced))

@@ -15,6 +15,9 @@ __all__ = ["Work", "WorkCounter"]
 
 aten = torch.ops.aten
 
+DEVICE = torch.ops.prim.device.default
+"""How a fake tensor is asked for its device."""
+
 
 class Work(StrEnum):
     """Kinds of work."""
@@ -97,6 +100,8 @@ class WorkCounter(TorchDispatchMode):
         self._now[Work.ATTENTION] += operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and hasattr(args[0], "fake_device"):
+            return args[0].fake_device  # autograd asks more often than it runs operators, and no mode below need be passed
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it is taken apart first, and comes back here
         result = func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright.device import fork_rng
+from meshwright.device import fork_rng, seed_generators
 from meshwright.distributed._torch_compat import compiled_anew, with_local
 from meshwright.distributed.update.flagged import local
 
@@ -67,9 +67,10 @@ def quantized_optimizer(kind: str) -> Callable[..., torch.optim.Optimizer]:
             try:
                 for number, (group, parameter) in enumerate((own, one) for own in groups for one in own["params"]):
                     self.param_groups = [{**group, "params": [parameter]}]
-                    with fork_rng(local(parameter).device):
+                    device = local(parameter).device
+                    with fork_rng(device):
                         name, step = self._names.get(parameter, str(number)), int(self.state[parameter]["step"])
-                        torch.manual_seed(crc32(f"{name} {step} {_shard_of(parameter)}".encode()))
+                        seed_generators(crc32(f"{name} {step} {_shard_of(parameter)}".encode()), device)
                         super().step()
             finally:
                 self.param_groups = groups

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.device import fork_rng
+from meshwright.device import fork_rng, seed_generators
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
@@ -235,11 +235,11 @@ def _first(model: nn.Module, name: str, parameter: torch.Tensor, device: torch.d
     if own.startswith("magnitude"):
         return _norms(model.get_submodule(holder.removesuffix(".")))
     if own.startswith("embedding_B"):
-        torch.manual_seed(derive_seed(seed, holder[:-1], "adapter"))
+        seed_generators(derive_seed(seed, holder[:-1], "adapter"), device)
         return torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
     value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     if own.startswith("A"):
-        torch.manual_seed(derive_seed(seed, holder[:-1], "adapter"))
+        seed_generators(derive_seed(seed, holder[:-1], "adapter"), device)
         nn.init.kaiming_uniform_(value.view(-1, value.shape[-1]), a=math.sqrt(5))
     return value
 

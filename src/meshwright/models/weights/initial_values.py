@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.device import fork_rng
+from meshwright.device import CPU, fork_rng, seed_generators
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.memory.nf4 import is_packed, quantize, unpacked_like
 from meshwright.distributed.slices import slice_like
@@ -78,7 +78,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
             with whole_parameters(unit, skip={model.get_submodule(other) for other in inner - {name}}):
                 done: set[int] = set()
                 for module, owner in _in_order(unit, _owner(model, name), names, inner - {name}):
-                    torch.manual_seed(derive_seed(seed, names[module]))
+                    seed_generators(derive_seed(seed, names[module]), device)
                     _initialize_module(module, owner, done)
     with torch.no_grad(), fork_rng(device):
         _settle(model, {**dict(root.named_parameters(part)), **dict(root.named_buffers(part))}, seed)
@@ -206,8 +206,8 @@ def _settle(model: nn.Module, tensors: Mapping[str, torch.Tensor], seed: int) ->
     left = _unwritten(tensors)
     holders = sorted({holder_of(name) for name in left})
     for holder, construct in (constructors(model, holders) if left else {}).items():
-        with fork_rng(torch.device("cpu")):
-            torch.manual_seed(derive_seed(seed, holder))
+        with fork_rng(torch.device(CPU)):
+            seed_generators(derive_seed(seed, holder), torch.device(CPU))
             made = construct()
         values = {**made._parameters, **made._buffers}
         for name in left:

@@ -1,7 +1,7 @@
 """Dotted names of modules and parameters. They form a tree: ``model.layers.0.mlp`` is inside ``model.layers.0``."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 from meshwright.errors import Refusal
@@ -28,10 +28,11 @@ def holder_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def holders_of(name: str) -> Iterator[str]:
-    """Yield the modules that a module or a parameter is inside of, the innermost first, without the root."""
-    while name := holder_of(name):
-        yield name
+@lru_cache(maxsize=2**15)
+def holders_of(name: str) -> tuple[str, ...]:
+    """Return the modules that a module or a parameter is inside of, the innermost first, without the root."""
+    holder = holder_of(name)
+    return (holder, *holders_of(holder)) if holder else ()
 
 
 def inside(name: str, module: str) -> bool:
@@ -46,15 +47,12 @@ def within(name: str, modules: Collection[str]) -> bool:
 
 def nearest(name: str, modules: Collection[str]) -> str:
     """Return the innermost of some modules that a name is inside of; the root, whose name is empty, if there is none."""
-    holder = holder_of(name)
-    while holder and holder not in modules:
-        holder = holder_of(holder)
-    return holder
+    return next((holder for holder in holders_of(name) if holder in modules), "")
 
 
 def outermost(name: str, modules: Collection[str]) -> str:
     """Return the outermost of some modules that a name is inside of; the root, whose name is empty, if there is none."""
-    return next((holder for holder in reversed(list(holders_of(name))) if holder in modules), "")
+    return next((holder for holder in reversed(holders_of(name)) if holder in modules), "")
 
 
 @lru_cache(maxsize=4096)

@@ -7,14 +7,23 @@ time.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.plan.axes.data.unit_traffic import gradient_peak, gradients_between
 from meshwright.plan.axes.pipeline.held_turns import HeldTurn, turns_of_rank
+from meshwright.plan.axes.pipeline.replay import receive_buffer_bytes
 from meshwright.plan.axes.pipeline.schedule_turns import Phase
-from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, first_trained, parts_of_rank, passes_of, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import (
+    crossing_bytes,
+    first_trained,
+    parts_of_rank,
+    passes_of,
+    stages_of_rank,
+    stages_with,
+)
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
+from meshwright.plan.cost.alike_ranks import alike_rank
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -43,6 +52,19 @@ def _dot(numbers: Sequence[int], sizes: Sequence[int]) -> int:
     return sum(number * size for number, size in zip(numbers, sizes, strict=True))
 
 
+def _layers_of_stages(traces: Traces) -> list[tuple[int, int]]:
+    """Return for each stage the bytes that its layers keep of a microbatch, and those of the outputs of their parameters."""
+    plan, kept = traces.setup.plan, kept_layers(traces)
+    sizes = {name: (kept.by_kind[kind], kept.outputs[kind]) for name, kind in zip(plan.layers, traces.kinds, strict=True)}
+    of_stages = {name for row in plan.stages for name in row.layers}
+    around = {name: stages_with(plan, name) for name in plan.layers if name not in of_stages}
+    found = []
+    for row in plan.stages:
+        own = [sizes[name] for name in (*row.layers, *(name for name, stages in around.items() if row.index in stages))]
+        found.append((sum(size for size, _ in own), sum(size for _, size in own)))
+    return found
+
+
 class StageMemory:
     """What a rank of `pp` holds.
 
@@ -55,27 +77,20 @@ class StageMemory:
     def __init__(self, plan: ShardingPlan, traces: Traces, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.stages = stages_of_rank(plan, rank)
-        self._totals, self._parts = totals_of_rank(plan, rank), parts_of_rank(plan, rank)
+        self._like, self._parts = alike_rank(plan, rank), parts_of_rank(plan, rank)
+        self._totals = replace(totals_of_rank(plan, self._like), receive_buffer_bytes=receive_buffer_bytes(plan, rank))
         trace, self._moments = traces.of(traces.first), traces.moments(traces.first)
         self._noted = trace.step.noted
         self._buffers = trace.buffer_bytes(plan.options.microbatches)
         kept = kept_layers(traces)
         around = max(0, self._noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0) - kept.traced)
         self._works = max(0, kept.works - around)
-        by_layer = dict(zip(plan.layers, (kept.by_kind[kind] for kind in traces.kinds), strict=True))
         pp = plan.layout.size("pp")
         between = range(pp, (passes_of(plan) - 1) * pp)  # the passes without a gradient keep nothing
-        outputs = dict(zip(plan.layers, (kept.outputs[kind] for kind in traces.kinds), strict=True))
-        layers = [rows_on_stages(plan, [stage]).layers for stage in self.stages]
-        self._kept = [
-            0 if stage in between else around + sum(by_layer[name] for name in own)
-            for stage, own in zip(self.stages, layers, strict=True)
-        ]
+        of_stages = traces.once(_layers_of_stages)
+        self._kept = [0 if stage in between else around + of_stages[stage][0] for stage in self.stages]
         # The first stage that is trained has no half for inputs.
-        self._halved = [
-            0 if stage <= first_trained(plan) else sum(outputs[name] for name in own)
-            for stage, own in zip(self.stages, layers, strict=True)
-        ]
+        self._halved = [0 if stage <= first_trained(plan) else of_stages[stage][1] for stage in self.stages]
         self._sent = [self._crosses(stage + 1, stage) for stage in self.stages]
         self._returned = [self._crosses(stage, stage - 1) for stage in self.stages]
 
@@ -99,7 +114,7 @@ class StageMemory:
     @cached_property
     def update(self) -> Parts:
         """What the rank holds in the update."""
-        rows = rows_on_stages(self.plan, self.stages)
+        rows = rows_on_stages(self.plan, stages_of_rank(self.plan, self._like))
         return {**self.idle, "gradients": self._totals.gradient_bytes, "communication": 0, "update": held_in_update(rows)}
 
     @cached_property
@@ -181,7 +196,7 @@ class StageMemory:
 
     @cached_property
     def _gradients_of_parts(self) -> list["_Gradients"]:
-        return [_Gradients.of(rows_on_stages(self.plan, stages)) for stages in self._parts]
+        return [self.plan.once(_gradients_of, stages) for stages in parts_of_rank(self.plan, self._like)]
 
     def _gradients(self, turn: HeldTurn, making: bool) -> tuple[int, int, bool]:
         """Return the bytes of unsharded gradients and of shards where a turn makes gradients, or before; and whether they are
@@ -230,16 +245,17 @@ class _Gradients:
     early: int
     shard_of_unit: int
 
-    @classmethod
-    def of(cls, plan: ShardingPlan) -> "_Gradients":
-        between, early = gradients_between(plan)
-        of_units = [[row for row in plan.rows(unit) if row.trainable] for unit in plan.fsdp_units]
-        shards = [sum(row.bytes_per_rank for row in rows) for rows in of_units]
-        return cls(
-            gradient_peak(plan, plan.parameters),
-            between,
-            max((sum(row.reduced_bytes for row in rows) for rows in of_units), default=0),
-            sum(row.bytes_per_rank for row in plan.parameters if row.trainable),
-            early,
-            max(shards, default=0),
-        )
+
+def _gradients_of(whole: ShardingPlan, stages: tuple[int, ...]) -> _Gradients:
+    plan = rows_on_stages(whole, stages)
+    between, early = gradients_between(plan)
+    of_units = [[row for row in plan.rows(unit) if row.trainable] for unit in plan.fsdp_units]
+    shards = [sum(row.bytes_per_rank for row in rows) for rows in of_units]
+    return _Gradients(
+        most=gradient_peak(plan, plan.parameters),
+        between=between,
+        of_unit=max((sum(row.reduced_bytes for row in rows) for rows in of_units), default=0),
+        shards=sum(row.bytes_per_rank for row in plan.parameters if row.trainable),
+        early=early,
+        shard_of_unit=max(shards, default=0),
+    )

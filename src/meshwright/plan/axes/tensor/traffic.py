@@ -1,7 +1,6 @@
 """What tensor parallel costs to communicate: the collectives of each move, their number and their bytes."""
 
 from collections import Counter
-from dataclasses import replace
 
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import NORM
@@ -36,7 +35,7 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     collectives, recomputation has more.
     """
     counts: Counter[str] = Counter()
-    for (row, (forwards, backwards), chunks), rows in plan.once(_alike).items():
+    for (row, _, (forwards, backwards), chunks), rows in plan.once(_alike).items():
         of_row: Counter[str] = Counter()
         # Two tensors enter experts: the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
@@ -61,8 +60,7 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
     """
     options, tp = plan.options, plan.layout.size("tp")
     sizes: Counter[str] = Counter()
-    parameters = {name: row for row in plan.parameters for name in (row.name, *row.aliases)}
-    for (row, runs, chunks), rows in plan.once(_alike).items():
+    for (row, summed, runs, chunks), rows in plan.once(_alike).items():
         of_row: Counter[str] = Counter()
         enters, leaves = row.features
         weights = options.experts_of_token or 0 if row.style == "moe_tp_experts" else 0
@@ -75,11 +73,9 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
                     of_row[kind] += times * tokens * width * compute // share
         if row.entry is Move.GATHER_TOKENS:
             of_row["all_gather"] += runs[0] * tokens * weights * itemsize("int64")
-        for name in row.sums:
-            summed = parameters.get(f"{row.module}.{name}")
-            of_row["all_reduce"] += chunks * summed.numel * compute if summed is not None else 0
-            if summed is not None and row.style == "dora_columns":
-                of_row["all_reduce"] += runs[0] * summed.numel * max(compute, itemsize("float32"))
+        of_row["all_reduce"] += chunks * sum(summed) * compute
+        if row.style == "dora_columns":
+            of_row["all_reduce"] += runs[0] * sum(summed) * max(compute, itemsize("float32"))
         if row.style == NORM:  # a number of each token; norms compute in float32
             of_row["all_reduce"] += sum(runs) * sum(row.parts) * tokens * max(compute, itemsize("float32"))
         if row.exit is Move.VOCABULARY:
@@ -88,15 +84,14 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
     return sizes
 
 
-def _alike(plan: ShardingPlan) -> dict[tuple[TensorParallelRow, tuple[int, int], int], int]:
-    """Return the rows that move something, each with its runs in a microbatch and its chunks, and how many are like it.
-
-    Only of a row that sums gradients the module matters, whose parameters they are.
+def _alike(plan: ShardingPlan) -> Counter[tuple[TensorParallelRow, tuple[int, ...], tuple[int, int], int]]:
+    """Count the rows that are alike: each without its module, with the elements of each parameter whose gradients it sums, and
+    with its runs in a microbatch and its chunks.
     """
-    alike: dict[tuple[TensorParallelRow, tuple[int, int], int], int] = {}
+    alike: Counter[tuple[TensorParallelRow, tuple[int, ...], tuple[int, int], int]] = Counter()
+    elements = {name: row.numel for row in plan.parameters for name in (row.name, *row.aliases)}
     for row in plan.tensor_parallel:
+        summed = tuple(elements.get(f"{row.module}.{name}", 0) for name in row.sums)
         chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
-        kind = row if row.sums else replace(row, module="")
-        key = kind, plan.runs(row.module), chunks
-        alike[key] = alike.get(key, 0) + 1
+        alike[row.anonymous, summed, plan.runs(row.module), chunks] += 1
     return alike
