@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -72,22 +73,28 @@ def name_of(file: Path) -> str:
 
 
 FILES = {name_of(file): file for file in SOURCE.rglob("*.py")}
-TREES = {name: ast.parse(file.read_text()) for name, file in FILES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(file.read_text()) for name, file in FILES.items()}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    return {name: imports_of(name) for name in FILES}
 
 
 def imports_of(name: str) -> set[str]:
     """The modules of Meshwright that one imports, also inside functions and for types alone."""
     found = set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(trees()[name]):
         if isinstance(node, ast.ImportFrom) and node.module:
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= inside & FILES.keys() or {node.module}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return (found & FILES.keys()) - {name}
-
-
-IMPORTS = {name: imports_of(name) for name in FILES}
 
 
 def room_of(name: str) -> str:
@@ -104,8 +111,8 @@ def test_imports_between_rooms_run_one_way() -> None:
 
     wrong = [
         f"{name} imports {other}"
-        for name in IMPORTS.keys() - FACADES
-        for other in IMPORTS[name] - {"meshwright"}
+        for name in imports().keys() - FACADES
+        for other in imports()[name] - {"meshwright"}
         if room_of(name) != room_of(other) and not legal(room_of(name), room_of(other))
     ]
     assert not wrong
@@ -113,7 +120,7 @@ def test_imports_between_rooms_run_one_way() -> None:
 
 def test_a_room_starts_no_process_of_a_higher_one() -> None:
     """A module that is named in a command is an import too; `train` is given the command of its forecast."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert not {text for text in named & FILES.keys() if room_of(text) not in (room_of(name), "")} - {"meshwright"}, name
         assert "-m" not in named or room_of(name) in ("cli", "trace"), name
@@ -125,7 +132,7 @@ MAY_NAME_A_DEVICE = {"meshwright.device", "meshwright.distributed.memory.nf4"}
 
 
 def test_no_kind_of_device_is_named_but_at_its_door() -> None:
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name in MAY_NAME_A_DEVICE or room_of(name) == "nemo" or "._torch_compat" in name:
             continue
         documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings may explain
@@ -137,7 +144,7 @@ def test_no_kind_of_device_is_named_but_at_its_door() -> None:
 
 
 def test_what_is_installed_needs_nothing_of_the_repository() -> None:
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not {module for module in named if module.partition(".")[0] in ("maintain", "tests", "benchmarks")}, name
@@ -150,17 +157,17 @@ def test_what_a_package_offers_is_there(package: str) -> None:
 
 
 def test_facades_hold_no_code_and_nobody_here_imports_them() -> None:
-    assert [f"{name} imports {other}" for name in IMPORTS for other in IMPORTS[name] & FACADES] == []
+    assert [f"{name} imports {other}" for name, others in imports().items() for other in others & FACADES] == []
     for name in FACADES:
-        text, *imports, offered = TREES[name].body
+        text, *asked, offered = trees()[name].body
         assert isinstance(text, ast.Expr), name
-        assert all(isinstance(node, ast.ImportFrom) for node in imports), name
+        assert all(isinstance(node, ast.ImportFrom) for node in asked), name
         assert isinstance(offered, ast.Assign), name
-        assert {alias.name for node in imports for alias in node.names} == set(ast.literal_eval(offered.value)), name  # type: ignore[attr-defined]
+        assert {alias.name for node in asked for alias in node.names} == set(ast.literal_eval(offered.value)), name  # type: ignore[attr-defined]
 
 
 def test_imports_run_in_no_circle() -> None:
-    TopologicalSorter(IMPORTS).prepare()  # a CycleError names the modules
+    TopologicalSorter(imports()).prepare()  # a CycleError names the modules
 
 
 def test_a_family_knows_no_torch_distributed() -> None:
