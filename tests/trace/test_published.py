@@ -2,6 +2,7 @@
 docs/measurements.md says, and what recomputation repeats and adapters cost is counted."""
 
 from collections import Counter
+from collections.abc import Mapping
 from statistics import median
 from typing import Any, ClassVar
 
@@ -67,9 +68,9 @@ class Communication(step.WorkCounter):
 
     seen: ClassVar[Counter[str]] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def count(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         self.seen[func.name().partition(".")[0]] += func.namespace == "c10d"
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        super().count(func, args, kwargs, result)
 
 
 CASES: list[tuple[str, dict[str, int], bool, str]] = [

@@ -18,8 +18,12 @@ from torch.utils._pytree import tree_iter
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.fsdp_units import fsdp_units
+from meshwright.trace.work import WorkCounter
 
 __all__ = ["Kind", "LiveBytes"]
+
+DEVICE = torch.ops.prim.device.default
+"""How a fake tensor is asked for its device."""
 
 SETTLE_SECONDS, SETTLE_BYTES = 0.25, 2**20
 """Threads of gloo let go of the buffers of a collective a moment after it is through, on a busy machine a long one: so long a
@@ -62,6 +66,7 @@ class LiveBytes(TorchDispatchMode):
         others: more tensors that are there already, such as those of an optimizer.
         settle: believe a new peak only after other threads had a moment to let go of what they used.
         words: number of words that this rank has logits of; 0: logits are not told apart.
+        work: counts the work of every operator too, without a mode of its own, through which each would pass; ``None``: no one.
 
     Attributes:
         held: bytes now; ``peak``: the most.
@@ -78,10 +83,16 @@ class LiveBytes(TorchDispatchMode):
     paused = False
 
     def __init__(
-        self, model: torch.nn.Module, others: Iterable[torch.Tensor] = (), *, settle: bool = False, words: int = 0
+        self,
+        model: torch.nn.Module,
+        others: Iterable[torch.Tensor] = (),
+        *,
+        settle: bool = False,
+        words: int = 0,
+        work: WorkCounter | None = None,
     ) -> None:
         super().__init__()
-        self.settle, self.words = settle, words
+        self.settle, self.words, self.work = settle, words, work
         groups = [group for unit in fsdp_units(model).values() for group in _torch_compat.param_groups(unit)]
         self.units = [held for group in groups for held in group.fsdp_params]
         self.shapes = {tuple(sorted(held._orig_size)) for held in self.units if len(held._orig_size) > 1}
@@ -122,12 +133,16 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*failure)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and hasattr(args[0], "fake_device"):
+            return args[0].fake_device  # autograd asks more often than it runs operators, and no mode below need be passed
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it is taken apart first, and comes back here
         if self.paused:
             return func(*args, **(kwargs or {}))
         is_collective = func.namespace in ("fsdp", "c10d")
         result = func(*args, **(kwargs or {}))
+        if self.work is not None:
+            self.work.count(func, args, kwargs or {}, result)
         # A view makes no memory: what is first seen in one is a backend's own, such as the copy that gloo reduces in.
         for item in tree_iter((() if func.is_view else result, args if is_collective else ())):
             if isinstance(item, torch.Tensor):

@@ -138,8 +138,9 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         for batch in step.batches:  # a run moves all to the device first
             moved = [*batch.values(), *_documents(batch["position_ids"], setup.plan.options.packed)]
             held += moved
-        live = LiveBytes(setup.model, held, settle=tensors is None, words=_words(setup))
-        with live, WorkCounter() as work, report_attention(work.attended), without_propagation(live, work):
+        work = WorkCounter()
+        live = LiveBytes(setup.model, held, settle=tensors is None, words=_words(setup), work=work)
+        with live, report_attention(work.attended), without_propagation(live):
             state = live.held
             step(live, work)
     of_batch = sum(tensor.nbytes for tensor in moved)  # all microbatches have the same shapes

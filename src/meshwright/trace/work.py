@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -14,9 +15,6 @@ from torch.utils.flop_counter import flop_registry
 __all__ = ["Work", "WorkCounter"]
 
 aten = torch.ops.aten
-
-DEVICE = torch.ops.prim.device.default
-"""How a fake tensor is asked for its device."""
 
 
 class Work(StrEnum):
@@ -100,15 +98,17 @@ class WorkCounter(TorchDispatchMode):
         self._now[Work.ATTENTION] += operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and hasattr(args[0], "fake_device"):
-            return args[0].fake_device  # autograd asks more often than it runs operators, and no mode below need be passed
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it is taken apart first, and comes back here
         result = func(*args, **(kwargs or {}))
-        if self.paused:
-            return result
+        if not self.paused:
+            self.count(func, args, kwargs or {}, result)
+        return result
+
+    def count(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count the work of an operator that has run, for another mode that sees it."""
         if func.is_view or (func.namespace != "aten" and func.name() not in FSDP):
-            return result
+            return
         packet = func.overloadpacket
         name = func.name().partition("::")[2].partition(".")[0]
         if name not in FREE:
@@ -117,15 +117,14 @@ class WorkCounter(TorchDispatchMode):
             aten._scaled_dot_product_flash_attention_for_cpu,
             aten._scaled_dot_product_flash_attention_for_cpu_backward,
         ):
-            self._now[Work.ATTENTION] += _attention(func, args, kwargs or {})
+            self._now[Work.ATTENTION] += _attention(func, args, kwargs)
         elif packet is aten._grouped_mm:
             left, right = args[:2]  # [tokens, in] x [experts, in, out], or [in, tokens] x [tokens, out]: each token once
             self._multiplied(2 * math.prod(left.shape) * right.shape[-1], args, result)
         elif packet in flop_registry:
-            self._multiplied(flop_registry[packet](*args, **(kwargs or {}), out_val=result), args, result)
+            self._multiplied(flop_registry[packet](*args, **kwargs, out_val=result), args, result)
         else:
             self._now[Work.MOVED] += _moved(name, args, kwargs, result)
-        return result
 
     def _multiplied(self, operations: int, args: Any, result: Any) -> None:
         kind, moved = _products(args), _bytes((args, result))
@@ -166,7 +165,7 @@ def _bytes(tree: Any) -> int:
     )
 
 
-def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+def _attention(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
     """Return the operations of an attention: two products forward, five backward (Dao 2023, arXiv 2307.08691, section 3.1)."""
     backward = func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward
     query, key, value = args[1:4] if backward else args[:3]
