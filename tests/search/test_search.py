@@ -23,7 +23,7 @@ from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.search.answer import Option, base_of, search
 from meshwright.search.bounds import Bounds
 from meshwright.search.candidate_price import Price, Pricer
-from meshwright.search.find import find_best, front_of
+from meshwright.search.find import FAR, find_best, front_of
 from meshwright.search.measure import Trial, measure, trial_of
 from meshwright.search.space import Branch, Candidate, Space
 from meshwright.trace.few_layers import Traces
@@ -154,7 +154,9 @@ def test_the_winners_are_those_of_pricing_everything(
     times, every, priced, candidates, excess = in_one_process(both)
     assert max(excess) <= 1.0
     assert times
-    assert times == pytest.approx(every[: len(times)])
+    near = [seconds for seconds in times if seconds <= FAR * times[0]]
+    assert near == pytest.approx(every[: len(near)])
+    assert all(one >= fastest * (1 - 1e-6) for one, fastest in zip(times, every, strict=False))
     assert priced < candidates / 2
 
 
