@@ -68,6 +68,14 @@ def test_random_numbers_leave_no_trace_inside_a_fork() -> None:
     assert torch.equal(drawn, torch.rand(3))
 
 
+def test_a_seed_is_that_of_torch() -> None:
+    with device.fork_rng(CPU):
+        torch.manual_seed(7)
+        drawn = torch.rand(3)
+        device.seed_generators(7, CPU)
+        assert torch.equal(drawn, torch.rand(3))
+
+
 @pytest.mark.parametrize(("answer", "method"), [(None, "fork"), (3, "fork"), (0, "spawn")])
 def test_a_driver_that_runs_forbids_forks(monkeypatch: pytest.MonkeyPatch, answer: int | None, method: str) -> None:
     """CUDA's driver is not loaded, is loaded (3: not initialized), or runs."""

@@ -18,7 +18,7 @@ from meshwright.checkpoint import state, storage
 from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint, generate
 from meshwright.checkpoint.staging import HostCopies
-from meshwright.device import Ability, able, memory_in_use, rng_state
+from meshwright.device import Ability, able, fork_rng, memory_in_use, rng_state, seed_generators
 from meshwright.errors import MeshwrightError
 from meshwright.models.weights.initial_values import initialize
 from meshwright.plan.show.summary import human_bytes
@@ -81,6 +81,20 @@ def _fused(device: torch.device) -> bool:
     plan = resolve(spec, model, Layout(), ParallelOptions(), world_size=1)
     optimizer = build_optimizer(model.to_empty(device=device), OptimizerConfig(), plan.parameters)
     return all(group["fused"] for group in optimizer.param_groups)
+
+
+def test_a_seed_is_that_of_torch_for_host_and_device(two: Workers) -> None:
+    assert all(two.run(_seeds_alike))
+
+
+def _seeds_alike(device: torch.device) -> bool:
+    def drawn(seed: Callable[[], object]) -> list[torch.Tensor]:
+        with fork_rng(device):
+            seed()
+            return [torch.rand(3), torch.rand(3, device=device).cpu()]
+
+    pairs = zip(drawn(lambda: torch.manual_seed(7)), drawn(lambda: seed_generators(7, device)), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_initialization_leaves_the_generators_as_they_were(two: Workers) -> None:

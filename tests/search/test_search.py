@@ -50,8 +50,8 @@ def small_device(memory_mib: float) -> Hardware:
     )  # fmt: skip
 
 
-def base(family: str = "llama", layers: int = 4, **sections: Any) -> RunSetup:
-    config = setup_of(1, family, layers=layers).config.model_dump(mode="json", exclude_unset=True, by_alias=True)
+def base(family: str = "llama", **sections: Any) -> RunSetup:
+    config = setup_of(1, family, layers=4).config.model_dump(mode="json", exclude_unset=True, by_alias=True)
     for name, values in sections.items():
         config[name] = {**config.get(name, {}), **values}
     return base_of(RunConfig.model_validate(config))
@@ -114,11 +114,11 @@ def test_candidates_cost_what_plan_says(family: str, number: int, layout: dict[s
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "memory", "layout"),
+    ("family", "memory", "layout"),
     [
-        ("llama", 2, 0.55, {"cp": 1, "pp": 1, "dp_replicate": 1}),
+        ("llama", 0.8, {"cp": 1, "pp": 1, "dp_replicate": 1}),
         *(
-            pytest.param(family, 4, memory, layout, marks=pytest.mark.thorough)
+            pytest.param(family, memory, layout, marks=pytest.mark.thorough)
             for family, memory, layout in (
                 ("llama", 64.0, {"cp": 1}), ("llama", 0.8, {"tp": 1}), ("qwen3_moe", 2.0, {"cp": 1, "pp": 1})
             )
@@ -126,9 +126,9 @@ def test_candidates_cost_what_plan_says(family: str, number: int, layout: dict[s
     ],
 )  # fmt: skip
 def test_the_winners_are_those_of_pricing_everything(
-    family: str, layers: int, memory: float, layout: dict[str, int], tmp_path: Path
+    family: str, memory: float, layout: dict[str, int], tmp_path: Path
 ) -> None:
-    setup, device = base(family, layers, parallel=CHOICES, layout=layout), small_device(memory)
+    setup, device = base(family, parallel=CHOICES, layout=layout), small_device(memory)
 
     def both() -> tuple[list[float], list[float], int, int, list[float]]:
         store = TraceStore(setup, tmp_path)
@@ -271,7 +271,7 @@ def test_the_front_has_what_nothing_beats() -> None:
 
 def test_why_the_own_layout_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "shipped_matrix", lambda: {"versions": {}, "date": "2026-01-02", "cells": []})
-    setup = base(layers=2, parallel={**CHOICES, "activation_checkpointing": "none"}, layout={"dp_shard": 2, "tp": 2})
+    setup = base(parallel={**CHOICES, "activation_checkpointing": "none"}, layout={"dp_shard": 2, "tp": 2})
 
     def answered() -> Any:
         answer = search(setup, RANKS, small_device(64.0), free=["layout"])

@@ -3,7 +3,7 @@
 A branch is a layout with a size of microbatches. Of each, the fastest candidate that fits is looked for. A candidate is priced
 only if its bounds are within the device's memory, below the time of the best candidate of its branch, below that of the last
 of the best layouts, and not far above that of the best one. So the best few are those that pricing all would give, as long as
-the bounds hold. A layout that is far above the best one may be there with a candidate that is not its fastest.
+the bounds hold. A layout far above the best one may be returned with a candidate that is not its fastest.
 """
 
 import time

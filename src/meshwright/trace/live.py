@@ -66,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
         others: more tensors that are there already, such as those of an optimizer.
         settle: believe a new peak only after other threads had a moment to let go of what they used.
         words: number of words that this rank has logits of; 0: logits are not told apart.
-        work: counts the work of every operator too, without a mode of its own, through which each would pass; ``None``: no one.
+        work: counts the work of every operator, as it does as a mode of its own; ``None``: it is not counted.
 
     Attributes:
         held: bytes now; ``peak``: the most.

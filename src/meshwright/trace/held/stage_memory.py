@@ -77,6 +77,7 @@ class StageMemory:
     def __init__(self, plan: ShardingPlan, traces: Traces, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.stages = stages_of_rank(plan, rank)
+        # A rank with the same rows has the same totals and gradients, but for what it receives.
         self._like, self._parts = alike_rank(plan, rank), parts_of_rank(plan, rank)
         self._totals = replace(totals_of_rank(plan, self._like), receive_buffer_bytes=receive_buffer_bytes(plan, rank))
         trace, self._moments = traces.of(traces.first), traces.moments(traces.first)
@@ -247,6 +248,7 @@ class _Gradients:
 
 
 def _gradients_of(whole: ShardingPlan, stages: tuple[int, ...]) -> _Gradients:
+    """Return the bytes of the gradients of the model that some stages are."""
     plan = rows_on_stages(whole, stages)
     between, early = gradients_between(plan)
     of_units = [[row for row in plan.rows(unit) if row.trainable] for unit in plan.fsdp_units]
