@@ -23,7 +23,7 @@ from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.search.answer import Option, base_of, search
 from meshwright.search.bounds import Bounds
 from meshwright.search.candidate_price import Price, Pricer
-from meshwright.search.find import FAR, find_best, front_of
+from meshwright.search.find import find_best, front_of
 from meshwright.search.measure import Trial, measure, trial_of
 from meshwright.search.space import Branch, Candidate, Space
 from meshwright.trace.few_layers import Traces
@@ -116,7 +116,7 @@ def test_candidates_cost_what_plan_says(family: str, number: int, layout: dict[s
 @pytest.mark.parametrize(
     ("family", "memory", "layout"),
     [
-        ("llama", 0.8, {"cp": 1, "pp": 1, "dp_replicate": 1}),
+        ("llama", 0.93, {"cp": 1, "dp_replicate": 1, "tp": 1}),
         *(
             pytest.param(family, memory, layout, marks=pytest.mark.thorough)
             for family, memory, layout in (
@@ -145,7 +145,8 @@ def test_the_winners_are_those_of_pricing_everything(
                 bounds.seconds(branch, candidate, measured=True),
             ]
             excess.append(max(times) / price.seconds)
-            excess.append(bounds.bytes(branch, candidate) / price.verdict.peak_bytes)
+            needed = max(bounds.bytes(branch, candidate), bounds.bytes_in_stages(branch, candidate, price.setup))
+            excess.append(needed / price.verdict.peak_bytes)
             if price.verdict.fits and price.seconds < best.get(candidate.layout, float("inf")):
                 best[candidate.layout] = price.seconds
         times = [price.seconds for price in found.best]
@@ -154,9 +155,7 @@ def test_the_winners_are_those_of_pricing_everything(
     times, every, priced, candidates, excess = in_one_process(both)
     assert max(excess) <= 1.0
     assert times
-    near = [seconds for seconds in times if seconds <= FAR * times[0]]
-    assert near == pytest.approx(every[: len(near)])
-    assert all(one >= fastest * (1 - 1e-6) for one, fastest in zip(times, every, strict=False))
+    assert times == pytest.approx(every[: len(times)])
     assert priced < candidates / 2
 
 

@@ -1,9 +1,12 @@
-"""What a candidate needs at the least, from numbers that many candidates share: time, and memory. No plan of it is made.
+"""What a candidate needs at the least, from numbers that many candidates share: time, and memory. It is not planned for them.
 
 Time: the work of a rank's rows of tokens, the wait of a pipeline whose stages are even, the collectives of activations, what
 of the collectives over data ranks is longer than all that can hide it, the update of a rank's share of the state, and copies
 of one pass if that is on the host. Launches count nothing. Memory: a rank's share of the state, the activations of as many
 microbatches as a schedule has alive, and of one layer in backward.
+
+One more bound is of a candidate that is planned and has stages: what its ranks hold if layers keep only what is known without
+a trace of their slices. Traces take seconds, a plan milliseconds.
 
 The work and the activations of a row are by how much a trace of two rows has more than that of one row. So what does not grow
 with rows, such as copies of gathered parameters, is not in them. They are measured for each mode of recomputation on one rank,
@@ -29,7 +32,7 @@ from meshwright.search.space import Branch, Candidate
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.layer_work import Rates
 from meshwright.trace.time import HOST_MEMORY
-from meshwright.trace.verdict import ALLOCATOR
+from meshwright.trace.verdict import ALLOCATOR, least_fit
 from meshwright.trace.work import Work
 from meshwright.train.start.setup import RunSetup
 
@@ -53,6 +56,7 @@ class Bounds:
 
     def __init__(self, setup: RunSetup, hardware: Hardware, store: TraceStore) -> None:
         self.setup, self.hardware, self.numbers = setup, hardware, Numbers(setup, store)
+        self.limit = hardware.memory_gib * 2**30
         self._trained = all(
             any(row.trainable for row in setup.plan.parameters if within(row.name, [layer])) for layer in setup.plan.layers
         )
@@ -195,7 +199,7 @@ class Bounds:
             )
             first = float(slices.unit_gradients) if pp > 1 else 0.0
         mode, none = values.get(MODE, parallel.activation_checkpointing), ActivationCheckpointing.NONE
-        kept, all_kept = (self.numbers.kept(branch, values, one) for one in (mode, none))
+        kept, all_kept = (sum(self.numbers.kept(branch, values, one).values()) for one in (mode, none))
         # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more.
         again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))
         again *= 0.5 if mode is ActivationCheckpointing.SUBMODULE else 1.0
@@ -208,6 +212,22 @@ class Bounds:
         if several and sync is SyncPolicy.REDUCE_EACH and waited == once:
             early += gradients
         return self.hardware.reserved_gib * 2**30 + state + max(early, gradients)
+
+    def bytes_in_stages(self, branch: Branch, candidate: Candidate, run: RunSetup) -> float:
+        """Return the same of a candidate that is planned, if it has stages: which layers each rank has is known then, and what
+        it receives and sends. Otherwise 0.
+        """
+        if not run.plan.stages:
+            return 0.0
+        values, layout = dict(candidate.values), branch.layout
+        mode = values.get(MODE, self.setup.config.parallel.activation_checkpointing)
+        part = ROUNDED * branch.rows / (layout.size("tp") * layout.size("cp"))
+        kept = {name: int(part * size) for name, size in self.numbers.kept(branch, values, mode).items()}
+        least = 0.0
+        for most in (LONG * layout.size("pp"), None):  # a short run is looked at faster
+            if least <= self.limit:
+                least = least_fit(run, self.hardware, kept, most).peak_bytes
+        return least
 
     def _alive(self, branch: Branch, values: Mapping[str, Any]) -> tuple[float, float]:
         """Return the least that some rank of `pp` has alive, however the model is cut: at the most, and while gradients wait.

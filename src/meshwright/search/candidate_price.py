@@ -72,9 +72,14 @@ class Pricer:
             self._refuse(error)
             return None
 
-    def price(self, candidate: Candidate) -> Price | None:
-        """Return what a candidate costs; ``None``: it is refused."""
-        setup = self.setup_of(candidate)
+    def price(self, candidate: Candidate, setup: RunSetup | None = None) -> Price | None:
+        """Return what a candidate costs; ``None``: it is refused.
+
+        Args:
+            candidate: the layout and choices.
+            setup: its run, if it is planned.
+        """
+        setup = setup or self.setup_of(candidate)
         if setup is None or (found := self.fit(setup)) is None:
             return None
         verdict, traces = found

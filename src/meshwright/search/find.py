@@ -1,9 +1,8 @@
 """Finds the best layouts: branches in the order of their bounds, until no bound is below the worst of the best few.
 
 A branch is a layout with a size of microbatches. Of each, the fastest candidate that fits is looked for. A candidate is priced
-only if its bounds are within the device's memory, below the time of the best candidate of its branch, below that of the last
-of the best layouts, and not far above that of the best one. So the best few are those that pricing all would give, as long as
-the bounds hold. A layout far above the best one may be returned with a candidate that is not its fastest.
+only if its bounds are within the device's memory, below the time of the best candidate of its layout, and below that of the
+last of the best layouts. So the best few are those that pricing all would give, as long as the bounds hold.
 """
 
 import time
@@ -18,7 +17,7 @@ from meshwright.search.candidate_price import Price, Pricer
 from meshwright.search.space import Branch, Candidate, Space
 from meshwright.trace.changes import KEPT_FIRST
 
-__all__ = ["FAR", "Found", "Tally", "find_best"]
+__all__ = ["Found", "Tally", "find_best"]
 
 MOST = 5
 """Layouts that are looked for."""
@@ -29,9 +28,6 @@ TOLD = 10
 CLEARLY = 1.05
 """Times the memory of a device: as long as nothing fits, the leanest candidate of a branch is priced first, and if it needs
 more than that, no other one is."""
-
-FAR = 1.2
-"""A layout whose step takes so many times that of the best one is of no interest."""
 
 
 @dataclass
@@ -97,10 +93,10 @@ class _Search:
     def __init__(self, space: Space, hardware: Hardware, pricer: Pricer, most: int, say: Callable[[str], None]) -> None:
         self.space, self.hardware, self.pricer, self.most, self.say = space, hardware, pricer, most, say
         self.bounds, self.tally = Bounds(space.setup, hardware, pricer.store), Tally()
-        self.limit = hardware.memory_gib * 2**30
         self.best: dict[object, Price] = {}
         self.priced: list[Price] = []
         self.smallest: Price | None = None
+        self.nearest: tuple[float, Candidate] | None = None
         self.too_large: dict[object, list[Candidate]] = {}
         self.made = pricer.store.made
 
@@ -122,7 +118,7 @@ class _Search:
         self.tally.traces = self.pricer.store.made - self.made
         self.tally.codes = dict(self.pricer.refusals)
         best = sorted(self.best.values(), key=lambda price: price.seconds)[: self.most]
-        return Found(tuple(best), tuple(front_of(self.priced)), self.tally, None if best else self.smallest)
+        return Found(tuple(best), tuple(front_of(self.priced)), self.tally, None if best else self._came_nearest())
 
     def _look_at(self, branches: Sequence[Branch]) -> None:
         """Look into branches in the order of their bounds."""
@@ -148,7 +144,7 @@ class _Search:
     def _slowest(self) -> float:
         """Return the time from which on a candidate is of no interest."""
         times = sorted(price.seconds for price in self.best.values())
-        return min([FAR * times[0], *times[self.most - 1 : self.most]]) if times else float("inf")
+        return times[self.most - 1] if len(times) >= self.most else float("inf")
 
     def _look_into(self, branch: Branch) -> None:
         """Find the fastest candidate of a branch that fits."""
@@ -158,7 +154,7 @@ class _Search:
         for number, candidate in enumerate(candidates):
             if self.bounds.refused(branch, candidate):
                 self.tally.refused += 1
-            elif self.bounds.bytes(branch, candidate) > self.limit:
+            elif self.bounds.bytes(branch, candidate) > self.bounds.limit:
                 self.tally.too_large += 1
             else:
                 kept.append((self.bounds.seconds(branch, candidate), number, candidate))
@@ -166,11 +162,11 @@ class _Search:
         if not self.best and kept:
             leanest = min(kept, key=lambda one: (self.bounds.bytes(branch, one[2]), -_lateness(one[2])))
             kept.remove(leanest)
-            price = self._price(leanest[2])
-            if price is not None and price.verdict.peak_bytes > CLEARLY * price.verdict.limit_bytes:
+            needed, price = self._try(branch, leanest[2])
+            if needed > CLEARLY * self.bounds.limit:
                 self.tally.too_large += len(kept)
                 return
-            fitting += [leanest[2]] if price is not None and price.verdict.fits else []
+            fitting += [leanest[2]] if price is not None else []
         kept.sort()
         for place, (bound, _, candidate) in enumerate(kept):
             own = self.best.get(branch.layout)
@@ -185,29 +181,46 @@ class _Search:
                 or self.bounds.seconds(branch, candidate, measured=True) >= slowest
             ):
                 self.tally.too_slow += 1
-            elif (price := self._price(candidate)) is not None and price.verdict.fits:
+            elif self._try(branch, candidate)[1] is not None:
                 fitting.append(candidate)
 
-    def _price(self, candidate: Candidate) -> Price | None:
-        """Return what a candidate costs, and note it; ``None``: it is refused."""
+    def _try(self, branch: Branch, candidate: Candidate) -> tuple[float, Price | None]:
+        """Plan a candidate, and price it if it may fit. Return the least bytes that it needs, and its price if it fits."""
         if (self.tally.priced + 1) % TOLD == 0:
             self.say(f"{self.tally.priced + 1} candidates priced, {self.pricer.store.made - self.made} traces made")
-        price = self.pricer.price(candidate)
+        setup = self.pricer.setup_of(candidate)
+        needed = 0.0 if setup is None else self.bounds.bytes_in_stages(branch, candidate, setup)
+        if needed > self.bounds.limit:
+            self.tally.too_large += 1
+            self.too_large.setdefault(_slicing(candidate), []).append(candidate)
+            if self.nearest is None or needed < self.nearest[0]:
+                self.nearest = needed, candidate
+            return needed, None
+        price = None if setup is None else self.pricer.price(candidate, setup)
         if price is None:
             self.tally.refused += 1
-            return None
+            return 0.0, None
         self.tally.priced += 1
         if not price.verdict.fits:
             self.tally.do_not_fit += 1
             self.too_large.setdefault(_slicing(candidate), []).append(candidate)
             if self.smallest is None or price.verdict.peak_bytes < self.smallest.verdict.peak_bytes:
                 self.smallest = price
-            return price
+            return price.verdict.peak_bytes, None
         self.priced.append(price)
         own = self.best.get(candidate.layout)
         if own is None or price.seconds < own.seconds:
             self.best[candidate.layout] = price
-        return price
+        return price.verdict.peak_bytes, price
+
+    def _came_nearest(self) -> Price | None:
+        """Return what needs the least memory. Of those that were cut by their plans, the one with the least bound is priced."""
+        smallest = self.smallest
+        if self.nearest is not None and (smallest is None or self.nearest[0] < smallest.verdict.peak_bytes):
+            price = self.pricer.price(self.nearest[1])
+            if price is not None and (smallest is None or price.verdict.peak_bytes < smallest.verdict.peak_bytes):
+                return price
+        return smallest
 
 
 _MODE, _SYNC, _OFFLOAD = "parallel.activation_checkpointing", "parallel.sync", "parallel.cpu_offload"

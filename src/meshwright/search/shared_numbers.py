@@ -96,7 +96,7 @@ class Numbers:
         self._slices: dict[tuple[Any, ...], Slices | None] = {}
         self._work: dict[ActivationCheckpointing, Counter[Work]] = {}
         self._sliced_work: dict[tuple[Any, ...], Counter[Work]] = {}
-        self._kept: dict[Choices, int] = {}
+        self._kept: dict[Choices, dict[str, int]] = {}
         self._traffic: dict[tuple[Layout, Choices], tuple[tuple[Calls, ...], float]] = {}
 
     def slices(self, branch: Branch, candidate: Candidate) -> Slices | None:
@@ -214,8 +214,8 @@ class Numbers:
             self._sliced_work[sizes] = self._added(world_of(whole), chosen)
         return self._sliced_work[sizes]
 
-    def kept(self, branch: Branch, values: Mapping[str, Any], mode: ActivationCheckpointing) -> int:
-        """Return the bytes of activations that all layers keep of a sequence until their backward.
+    def kept(self, branch: Branch, values: Mapping[str, Any], mode: ActivationCheckpointing) -> dict[str, int]:
+        """Return the bytes of activations that each layer keeps of a sequence until its backward.
 
         Nothing but `cp` cuts it here, which is measured on two ranks: their attention keeps other tensors than that of one.
         """
@@ -223,7 +223,8 @@ class Numbers:
         chosen = ((MODE, mode), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
         if chosen not in self._kept:
             run = self._run(Layout(dp_shard=1, cp=ranks).resolve(ranks), chosen)
-            self._kept[chosen] = ranks * kept_activations(Traces(run, store=self.store))
+            kept = kept_activations(Traces(run, store=self.store))
+            self._kept[chosen] = {name: ranks * size for name, size in kept.items()}
         return self._kept[chosen]
 
     def _added(self, layout: Layout, chosen: Choices) -> Counter[Work]:

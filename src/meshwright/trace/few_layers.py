@@ -166,7 +166,7 @@ def _outputs(traces: Traces, layers: int) -> int:
     return traces.of(layers).step.noted[BEFORE_LOSS].get(Kind.OUTPUTS, 0)
 
 
-def kept_activations(traces: Traces) -> int:
-    """Return the bytes of activations of a microbatch that all layers keep until their backward."""
+def kept_activations(traces: Traces) -> dict[str, int]:
+    """Return the bytes of activations of a microbatch that each layer keeps until its backward."""
     kept = kept_layers(traces)
-    return sum(kept.by_kind[kind] for kind in traces.kinds)
+    return {name: kept.by_kind[kind] for name, kind in zip(traces.setup.plan.layers, traces.kinds, strict=True)}

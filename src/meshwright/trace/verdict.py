@@ -1,6 +1,6 @@
 """Does a run fit into its devices, by how much, and if not, what would make it fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,12 +9,13 @@ from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, with_values
 from meshwright.trace.few_layers import Traces
-from meshwright.trace.held.memory import MemoryForecast, forecast_memory
+from meshwright.trace.held.memory import MemoryForecast, forecast_memory, moments_of_stages
+from meshwright.trace.held.stage_memory import TracedSizes
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, change_setup
 from meshwright.train.start.teacher_setup import teacher_bytes, with_teacher
 
-__all__ = ["ALLOCATOR", "Change", "Verdict", "fit", "judge"]
+__all__ = ["ALLOCATOR", "Change", "Verdict", "fit", "judge", "least_fit"]
 
 ALLOCATOR = 0.15
 """What torch's allocator adds to all but the state, for rounding and fragments. Fitted on two rows of torchtitan's table of
@@ -104,6 +105,19 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
 def fit(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> Verdict:
     """Return whether a run fits into devices, without changes that would make it fit. See :func:`judge`."""
     return _verdict(forecast_memory(setup, traces), hardware, setup)
+
+
+def least_fit(setup: RunSetup, hardware: Hardware, kept: Mapping[str, int], most: int | None) -> Verdict:
+    """Return whether a run with stages would fit into devices if it held nothing that only traces tell.
+
+    Args:
+        setup: the run.
+        hardware: the devices.
+        kept: name of each layer to the bytes of activations of a microbatch that it keeps at the least.
+        most: of a run with more microbatches, the turns of one with so many are looked at; ``None``: all.
+    """
+    moments = moments_of_stages(setup.plan, TracedSizes.at_least(kept), most=most)
+    return _verdict(max(moments, key=lambda found: found.peak), hardware, setup)
 
 
 def _verdict(forecast: MemoryForecast, hardware: Hardware, setup: RunSetup) -> Verdict:

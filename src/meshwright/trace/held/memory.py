@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.plan.cost.price import Totals, totals
+from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces, slopes_of
-from meshwright.trace.held.stage_memory import StageMemory, held_in_update
+from meshwright.trace.held.stage_memory import StageMemory, TracedSizes, held_in_update
 from meshwright.trace.kept_traces import SmallTrace
 from meshwright.trace.live import Kind
 from meshwright.trace.step import UPDATE
 from meshwright.train.start.setup import RunSetup
 
-__all__ = ["MemoryForecast", "forecast_memory", "memory_moments"]
+__all__ = ["MemoryForecast", "forecast_memory", "memory_moments", "moments_of_stages"]
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,7 @@ def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[Memory
     """
     traces = traces or Traces(setup)
     if setup.plan.stages:
-        ranks = [StageMemory(setup.plan, traces, rank) for rank in range(setup.plan.layout.size("pp"))]
-        return [
-            MemoryForecast(moment, parts, tuple(sorted(traces.made)), own.rank)
-            for own in ranks
-            for moment, parts in own.moments().items()
-        ]
+        return moments_of_stages(setup.plan, TracedSizes.of(traces), tuple(sorted(traces.made)))
     kinds, first = traces.kinds, traces.first
     moments, slopes = traces.moments(first), slopes_of(traces)
     trace, more, shards = traces.of(first), Counter(kinds[first:]), totals(setup.plan)
@@ -87,6 +83,24 @@ def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[Memory
         parts = {**_parts(grown, shards, trace), "buffers": buffers, "update": update}
         found.append(MemoryForecast(name, parts, tuple(sorted(traces.made))))
     return found
+
+
+def moments_of_stages(
+    plan: ShardingPlan, sizes: TracedSizes, traced: tuple[int, ...] = (), most: int | None = None
+) -> list[MemoryForecast]:
+    """Return what the ranks of `pp` hold in each moment of a step.
+
+    Args:
+        plan: a plan with stages.
+        sizes: what is known of a microbatch.
+        traced: numbers of layers of the models that were traced.
+        most: see :meth:`~meshwright.trace.held.stage_memory.StageMemory.moments`.
+    """
+    return [
+        MemoryForecast(moment, parts, traced, own.rank)
+        for own in StageMemory.of_ranks(plan, sizes)
+        for moment, parts in own.moments(most).items()
+    ]
 
 
 def _parts(held: Counter[Kind], shards: Totals, trace: SmallTrace) -> dict[str, int]:

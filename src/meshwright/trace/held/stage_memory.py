@@ -6,6 +6,7 @@ gradients wait from the first backward of a stage to its last one, and only then
 time.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ from meshwright.trace.few_layers import Traces, kept_layers
 from meshwright.trace.live import Kind
 from meshwright.trace.step import AFTER_LOSS, BEFORE_LOSS, FORWARD, LOSS, UPDATE
 
-__all__ = ["StageMemory", "held_in_update"]
+__all__ = ["StageMemory", "TracedSizes", "held_in_update"]
 
 Parts = Mapping[str, int]
 """Bytes by what they are for, as in :class:`~meshwright.trace.held.memory.MemoryForecast`."""
@@ -52,10 +53,55 @@ def _dot(numbers: Sequence[int], sizes: Sequence[int]) -> int:
     return sum(number * size for number, size in zip(numbers, sizes, strict=True))
 
 
-def _layers_of_stages(traces: Traces) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class TracedSizes:
+    """What traces say of a microbatch, in bytes.
+
+    Attributes:
+        layers: name of each layer to what it keeps until its backward, and the outputs of its parameters.
+        around: what each stage keeps beside its layers.
+        works: what a rank holds beside all these while a layer is in backward, at the most.
+        buffers: buffers of the model and of a step.
+        moments: the moments of a step of a few layers.
+        noted: what that step held before the loss and after it.
+    """
+
+    layers: Mapping[str, tuple[int, int]]
+    around: int
+    works: int
+    buffers: int
+    moments: Mapping[str, Mapping[Kind, int]]
+    noted: Mapping[str, Mapping[Kind, int]]
+
+    @classmethod
+    def of(cls, traces: Traces) -> "TracedSizes":
+        """Take them from traces."""
+        return traces.once(_traced_sizes)
+
+    @classmethod
+    def at_least(cls, layers: Mapping[str, int]) -> "TracedSizes":
+        """Return the least, if all that is known is what each layer keeps."""
+        nothing: Counter[Kind] = Counter()
+        moments, noted = dict.fromkeys((FORWARD, LOSS), nothing), dict.fromkeys((BEFORE_LOSS, AFTER_LOSS), nothing)
+        return cls({name: (size, 0) for name, size in layers.items()}, 0, 0, 0, moments, noted)
+
+
+def _traced_sizes(traces: Traces) -> TracedSizes:
+    plan, kept, trace = traces.setup.plan, kept_layers(traces), traces.of(traces.first)
+    noted = trace.step.noted
+    around = max(0, noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0) - kept.traced)
+    return TracedSizes(
+        {name: (kept.by_kind[kind], kept.outputs[kind]) for name, kind in zip(plan.layers, traces.kinds, strict=True)},
+        around,
+        max(0, kept.works - around),
+        trace.buffer_bytes(plan.options.microbatches),
+        traces.moments(traces.first),
+        noted,
+    )
+
+
+def _layers_of_stages(plan: ShardingPlan, sizes: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
     """Return for each stage the bytes that its layers keep of a microbatch, and those of the outputs of their parameters."""
-    plan, kept = traces.setup.plan, kept_layers(traces)
-    sizes = {name: (kept.by_kind[kind], kept.outputs[kind]) for name, kind in zip(plan.layers, traces.kinds, strict=True)}
     of_stages = {name for row in plan.stages for name in row.layers}
     around = {name: stages_with(plan, name) for name in plan.layers if name not in of_stages}
     found = []
@@ -65,31 +111,38 @@ def _layers_of_stages(traces: Traces) -> list[tuple[int, int]]:
     return found
 
 
+def _shorter(plan: ShardingPlan, most: int) -> ShardingPlan:
+    """Return a plan whose runs have so many microbatches at the most."""
+    options = plan.options
+    microbatches = min(options.microbatches, most * options.runs_per_step)
+    return replace(plan, options=replace(options, microbatches=microbatches))
+
+
 class StageMemory:
     """What a rank of `pp` holds.
 
     Args:
         plan: the plan of the run.
-        traces: traces of its first layers.
+        sizes: what traces say of a microbatch.
+        of_stages: what the layers of each stage keep of it, and the outputs of their parameters.
         rank: which rank of `pp`.
     """
 
-    def __init__(self, plan: ShardingPlan, traces: Traces, rank: int) -> None:
-        self.plan, self.rank = plan, rank
+    @classmethod
+    def of_ranks(cls, plan: ShardingPlan, sizes: TracedSizes) -> "list[StageMemory]":
+        """Return what each rank of `pp` holds."""
+        of_stages = _layers_of_stages(plan, sizes.layers)
+        return [cls(plan, sizes, of_stages, rank) for rank in range(plan.layout.size("pp"))]
+
+    def __init__(self, plan: ShardingPlan, sizes: TracedSizes, of_stages: Sequence[tuple[int, int]], rank: int) -> None:
+        self.plan, self.sizes, self.rank = plan, sizes, rank
         self.stages = stages_of_rank(plan, rank)
         # A rank with the same rows has the same totals and gradients, but for what it receives.
         self._like, self._parts = alike_rank(plan, rank), parts_of_rank(plan, rank)
         self._totals = replace(totals_of_rank(plan, self._like), receive_buffer_bytes=receive_buffer_bytes(plan, rank))
-        trace, self._moments = traces.of(traces.first), traces.moments(traces.first)
-        self._noted = trace.step.noted
-        self._buffers = trace.buffer_bytes(plan.options.microbatches)
-        kept = kept_layers(traces)
-        around = max(0, self._noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0) - kept.traced)
-        self._works = max(0, kept.works - around)
         pp = plan.layout.size("pp")
         between = range(pp, (passes_of(plan) - 1) * pp)  # the passes without a gradient keep nothing
-        of_stages = traces.once(_layers_of_stages)
-        self._kept = [0 if stage in between else around + of_stages[stage][0] for stage in self.stages]
+        self._kept = [0 if stage in between else sizes.around + of_stages[stage][0] for stage in self.stages]
         # The first stage that is trained has no half for inputs.
         self._halved = [0 if stage <= first_trained(plan) else of_stages[stage][1] for stage in self.stages]
         self._sent = [self._crosses(stage + 1, stage) for stage in self.stages]
@@ -101,11 +154,14 @@ class StageMemory:
             return 0
         return crossing_bytes(self.plan, cut)
 
-    def moments(self) -> dict[str, Parts]:
+    def moments(self, most: int | None = None) -> dict[str, Parts]:
         """Return what the rank holds at the fullest of its turns, apart for those that end the gradients of a stage, and in the
         update.
+
+        Args:
+            most: of a run with more microbatches, the turns of one with so many are looked at. A longer run holds no less.
         """
-        turns = turns_of_rank(self.plan, self.rank)
+        turns = turns_of_rank(self.plan if most is None else _shorter(self.plan, most), self.rank)
         found = {}
         for moment, last in (("with most microbatches alive", False), ("the last backward", True)):
             held = [self.at(turn) for turn in turns if turn.last is last]
@@ -125,7 +181,7 @@ class StageMemory:
         return {
             "parameters": self._totals.parameter_bytes,
             "optimizer": self._totals.optimizer_bytes,
-            "buffers": self._buffers,
+            "buffers": self.sizes.buffers,
             "communication": self._totals.receive_buffer_bytes,
             **dict.fromkeys(names, 0),
         }
@@ -133,7 +189,7 @@ class StageMemory:
     def at(self, turn: HeldTurn) -> Parts:
         """Return what the rank holds at a turn when it holds the most."""
         activations = _dot(turn.alive, self._kept) + _dot(turn.halved, self._halved)
-        works = self._forward_works if turn.phase is Phase.FORWARD else self._works
+        works = self._forward_works if turn.phase is Phase.FORWARD else self.sizes.works
         logits, head = 0, len(self.plan.stages) - 1
         if head in self.stages:
             of_head, alive = self._of_head, turn.alive[self.stages.index(head)]
@@ -160,7 +216,7 @@ class StageMemory:
             making: whether the turn is where it makes gradients of parameters, if it makes some.
         """
         unsharded, shards, reduces = self._gradients(turn, making and turn.phase in (Phase.BACKWARD, Phase.WEIGHT))
-        moments = self._moments.values() if reduces else [self._moments[name] for name in (FORWARD, LOSS)]
+        moments = self.sizes.moments.values() if reduces else [self.sizes.moments[name] for name in (FORWARD, LOSS)]
         sends = self._totals.receive_buffer_bytes + self._held_sends(turn)
         return {
             **self.idle,
@@ -183,17 +239,17 @@ class StageMemory:
     @cached_property
     def _forward_works(self) -> int:
         """What a layer in forward holds beside what layers keep."""
-        return max(0, self._moments[FORWARD][Kind.ACTIVATIONS] - self._noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0))
+        return max(0, self.sizes.moments[FORWARD][Kind.ACTIVATIONS] - self.sizes.noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0))
 
     @cached_property
     def _of_head(self) -> dict[Kind, int]:
         """What a microbatch keeps for the backward of what comes after the layers."""
-        return _more(self._noted[AFTER_LOSS], self._noted[BEFORE_LOSS])
+        return _more(self.sizes.noted[AFTER_LOSS], self.sizes.noted[BEFORE_LOSS])
 
     @cached_property
     def _loss_works(self) -> dict[Kind, int]:
         """What the loss, or its backward, holds beside that."""
-        return _more(self._moments[LOSS], self._noted[AFTER_LOSS])
+        return _more(self.sizes.moments[LOSS], self.sizes.noted[AFTER_LOSS])
 
     @cached_property
     def _gradients_of_parts(self) -> list["_Gradients"]:

@@ -12,7 +12,7 @@ from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.held.memory import MemoryForecast, memory_moments
-from meshwright.trace.held.stage_memory import StageMemory
+from meshwright.trace.held.stage_memory import StageMemory, TracedSizes
 from meshwright.trace.in_time.fsdp_replay import HEAD
 from meshwright.trace.in_time.step_timeline import RankTimeline, StepTimeline
 from meshwright.trace.step import FORWARD, LOSS, UPDATE
@@ -52,10 +52,11 @@ class MemoryPoint:
 def memory_curve(setup: RunSetup, traces: Traces, timeline: StepTimeline) -> dict[int, list[MemoryPoint]]:
     """Return what each rank of `pp` holds, by time. No process group may exist."""
     moments = {} if setup.plan.stages else {one.moment: one for one in memory_moments(setup, traces)}
+    held = StageMemory.of_ranks(setup.plan, TracedSizes.of(traces)) if setup.plan.stages else []
     found = {}
     for rank in timeline.ranks:
-        if setup.plan.stages:
-            points = _of_stages(StageMemory(setup.plan, traces, rank.rank), rank, timeline)
+        if held:
+            points = _of_stages(held[rank.rank], rank, timeline)
         else:
             points = _of_layers(setup.plan, moments, rank, timeline)
         found[rank.rank] = [_on_device(point) for point in points] if setup.plan.options.cpu_offload else points
