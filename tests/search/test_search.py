@@ -65,6 +65,16 @@ def all_candidates(space: Space) -> list[tuple[Branch, Candidate]]:
     return [(branch, one) for branch in space.branches() for one in branch.candidates()]
 
 
+def shares_of_price(bounds: Bounds, branch: Branch, candidate: Candidate, price: Price) -> tuple[float, float]:
+    """The largest bound of the time over the time, and the same of the memory."""
+    times = (
+        bounds.seconds(branch, *more, measured=measured)
+        for more, measured in (([], False), ([candidate], False), ([candidate], True))
+    )
+    needed = max(bounds.bytes(branch, candidate), bounds.bytes_in_stages(branch, candidate, price.setup))
+    return max(times) / price.seconds, needed / price.verdict.peak_bytes
+
+
 def in_one_process(function: Any) -> Any:
     """A forecast makes process groups of a world that is not there."""
     (found,) = run_ranks(lambda _: function(), 1, group=False)
@@ -139,14 +149,7 @@ def test_the_winners_are_those_of_pricing_everything(
             price = pricer.price(candidate)
             if price is None:
                 continue
-            times = [
-                bounds.seconds(branch),
-                bounds.seconds(branch, candidate),
-                bounds.seconds(branch, candidate, measured=True),
-            ]
-            excess.append(max(times) / price.seconds)
-            needed = max(bounds.bytes(branch, candidate), bounds.bytes_in_stages(branch, candidate, price.setup))
-            excess.append(needed / price.verdict.peak_bytes)
+            excess += shares_of_price(bounds, branch, candidate, price)
             if price.verdict.fits and price.seconds < best.get(candidate.layout, float("inf")):
                 best[candidate.layout] = price.seconds
         times = [price.seconds for price in found.best]
@@ -157,6 +160,37 @@ def test_the_winners_are_those_of_pricing_everything(
     assert times
     assert times == pytest.approx(every[: len(times)])
     assert priced < candidates / 2
+
+
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [
+        ("llama", 8),
+        *(
+            pytest.param(family, 24, marks=pytest.mark.thorough)
+            for family in ("llama", "gemma3n_text", "gemma4_moe", "gpt2", "qwen3_moe", "deepseek_v3", "nemotron_h")
+        ),
+    ],
+)
+def test_no_bound_is_above_its_price(family: str, number: int, tmp_path: Path) -> None:
+    """Candidates are drawn from all that a run leaves open: layouts, schedules, recomputation, offload, compile."""
+    setup, device = base_of(setup_of(1, family).config), small_device(1.5)
+
+    def found() -> list[tuple[str, float]]:
+        store = TraceStore(setup, tmp_path)
+        space, pricer, bounds = small_space(setup), Pricer(setup, device, store), Bounds(setup, device, store)
+        drawn = all_candidates(space)
+        random.Random(1).shuffle(drawn)
+        priced = ((branch, one, pricer.price(one)) for branch, one in drawn if not bounds.refused(branch, one))
+        return [
+            (f"{one.overrides(setup.config)}", share)
+            for branch, one, price in islice((item for item in priced if item[2] is not None), number)
+            for share in shares_of_price(bounds, branch, one, price)
+        ]
+
+    shares = in_one_process(found)
+    assert [(candidate, share) for candidate, share in shares if share > 1] == []
+    assert len({candidate for candidate, _ in shares}) == number
 
 
 @pytest.mark.sampled(1)

@@ -29,6 +29,7 @@ from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import EXPERTS, shard_axis
 from meshwright.search.shared_numbers import MODE, SCHEDULE, STAGES, Numbers, Slices
 from meshwright.search.space import Branch, Candidate
+from meshwright.trace.held.stage_memory import TracedSizes
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.layer_work import Rates
 from meshwright.trace.time import HOST_MEMORY
@@ -198,11 +199,12 @@ class Bounds:
                 stages * slices.layer if sync is not SyncPolicy.DEFER and (pp > 1 or layout.size("dp_shard_cp") > 1) else 0
             )
             first = float(slices.unit_gradients) if pp > 1 else 0.0
-        mode, none = values.get(MODE, parallel.activation_checkpointing), ActivationCheckpointing.NONE
-        kept, all_kept = (sum(self.numbers.kept(branch, values, one).values()) for one in (mode, none))
+        mode = values.get(MODE, parallel.activation_checkpointing)
+        kept, all_kept = (sum(self.numbers.kept(branch, values, one).values()) for one in (mode, ActivationCheckpointing.NONE))
         # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more.
         again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))
         again *= 0.5 if mode is ActivationCheckpointing.SUBMODULE else 1.0
+        again = min(again, self.numbers.works(mode))
         once, waited = (1.0, 1.0) if pp == 1 else self._alive(branch, values)
         activations = max(
             branch.rows * (alive * kept + again) / (layout.size("tp") * layout.size("cp")) + more
@@ -226,7 +228,7 @@ class Bounds:
         least = 0.0
         for most in (LONG * layout.size("pp"), None):  # a short run is looked at faster
             if least <= self.limit:
-                least = least_fit(run, self.hardware, kept, most).peak_bytes
+                least = least_fit(run, self.hardware, TracedSizes.at_least(kept), most).peak_bytes
         return least
 
     def _alive(self, branch: Branch, values: Mapping[str, Any]) -> tuple[float, float]:

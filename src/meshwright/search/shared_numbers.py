@@ -23,7 +23,7 @@ from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import EXPERTS, ShardingPlan, shard_axis
 from meshwright.plan.update.states import state_bytes
 from meshwright.search.space import Branch, Candidate
-from meshwright.trace.few_layers import Traces, kept_activations
+from meshwright.trace.few_layers import Traces, kept_activations, kept_layers
 from meshwright.trace.fewer import world_of
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.layer_work import LayerWork, layers_on
@@ -96,6 +96,7 @@ class Numbers:
         self._slices: dict[tuple[Any, ...], Slices | None] = {}
         self._work: dict[ActivationCheckpointing, Counter[Work]] = {}
         self._sliced_work: dict[tuple[Any, ...], Counter[Work]] = {}
+        self._works: dict[ActivationCheckpointing, int] = {}
         self._kept: dict[Choices, dict[str, int]] = {}
         self._traffic: dict[tuple[Layout, Choices], tuple[tuple[Calls, ...], float]] = {}
 
@@ -226,6 +227,14 @@ class Numbers:
             kept = kept_activations(Traces(run, store=self.store))
             self._kept[chosen] = {name: ranks * size for name, size in kept.items()}
         return self._kept[chosen]
+
+    def works(self, mode: ActivationCheckpointing) -> int:
+        """Return the bytes of activations that a sequence adds to what a layer in backward holds beside what layers keep."""
+        if mode not in self._works:
+            runs = (self._run(Layout(dp_shard=1).resolve(1), ((MODE, mode),), rows) for rows in (1, 2))
+            fewer, more = (kept_layers(Traces(run, store=self.store)).works for run in runs)
+            self._works[mode] = max(0, more - fewer)
+        return self._works[mode]
 
     def _added(self, layout: Layout, chosen: Choices) -> Counter[Work]:
         """Return by how much a microbatch of two sequences is more work than that of one."""

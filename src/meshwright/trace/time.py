@@ -19,7 +19,8 @@ from meshwright.plan.cost.activation_traffic import activation_traffic, repeated
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals
-from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
+from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow, shard_axis
 from meshwright.plan.update.states import orthogonalised, update_traffic
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.in_time.fsdp_replay import Price, Recording, Turn, exposed_share
@@ -139,8 +140,8 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         rate = hardware.bf16_tflops if dtype == "bfloat16" else hardware.fp32_tflops
         parts["update"] += 2 * muon.work / (reached * rate * 1e12)
     if plan.options.cpu_offload:  # shards go to the device for each gather, gradients to the host
-        gathers = max(unit_traffic(plan, unit).all_gathers for unit in plan.fsdp_units)
-        parts["host"] = (gathers * shards.parameter_bytes + shards.gradient_bytes) / (hardware.host_gb_s * 1e9)
+        copies = max(_copies_to_device(plan, unit) for unit in plan.fsdp_units)
+        parts["host"] = (copies * shards.parameter_bytes + shards.gradient_bytes) / (hardware.host_gb_s * 1e9)
     teacher = _teacher(setup, hardware)
     if teacher:
         parts[TEACHER] = sum(teacher.values())
@@ -158,6 +159,16 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         for label, work in whole.by_kind(plan, rank).items()
     }
     return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts, layers, teacher, rank)
+
+
+def _copies_to_device(plan: ShardingPlan, unit: UnitRow) -> int:
+    """Return how often the shards of a unit go to the device in a step, with `cpu_offload`: for each gather.
+
+    A unit that nothing shards stays from a forward to the end of its backward, and is copied without a collective.
+    """
+    if plan.layout.size(shard_axis(plan.layout, unit.kind)) > 1:
+        return unit_traffic(plan, unit).all_gathers
+    return 1 if unit.sync is SyncPolicy.DEFER else plan.options.microbatches
 
 
 def _teacher(setup: RunSetup, hardware: Hardware) -> dict[str, float]:

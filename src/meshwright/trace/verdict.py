@@ -1,6 +1,6 @@
 """Does a run fit into its devices, by how much, and if not, what would make it fit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -107,16 +107,16 @@ def fit(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> Ve
     return _verdict(forecast_memory(setup, traces), hardware, setup)
 
 
-def least_fit(setup: RunSetup, hardware: Hardware, kept: Mapping[str, int], most: int | None) -> Verdict:
+def least_fit(setup: RunSetup, hardware: Hardware, sizes: TracedSizes, most: int | None) -> Verdict:
     """Return whether a run with stages would fit into devices if it held nothing that only traces tell.
 
     Args:
         setup: the run.
         hardware: the devices.
-        kept: name of each layer to the bytes of activations of a microbatch that it keeps at the least.
+        sizes: the least that a microbatch holds.
         most: of a run with more microbatches, the turns of one with so many are looked at; ``None``: all.
     """
-    moments = moments_of_stages(setup.plan, TracedSizes.at_least(kept), most=most)
+    moments = moments_of_stages(setup.plan, sizes, most=most)
     return _verdict(max(moments, key=lambda found: found.peak), hardware, setup)
 
 

@@ -15,7 +15,7 @@ from meshwright.errors import PlanError
 from meshwright.layout import ModelSizes
 from meshwright.once import Once
 from meshwright.plan.given.hidden_argument import HIDDEN, forward_of, hidden_argument
-from meshwright.plan.given.names import holder_of, inside, match_names
+from meshwright.plan.given.names import holder_of, holders_of, inside, match_names
 from meshwright.plan.given.norms import is_norm
 from meshwright.plan.given.options import NF4
 from meshwright.plan.given.parameter_storage import is_transposed, names_of_parameters
@@ -149,7 +149,7 @@ class Inspection(Once):
 
     def in_adapter(self, name: str) -> bool:
         """Return whether a module is inside of one of them."""
-        return any(inside(name, adapter) for adapter in self.adapters)
+        return any(holder in self.adapters for holder in holders_of(name))
 
     def home(self, name: str) -> str:
         """Return a name of a module or parameter by the first place of each module that stands in several places."""

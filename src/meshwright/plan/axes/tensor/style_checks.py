@@ -16,7 +16,7 @@ from meshwright.layout import divisors
 from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, NORM, SECOND, STYLES, canonical, tp_dim
 from meshwright.plan.axes.tensor.with_adapters import small_of_experts
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
-from meshwright.plan.given.names import generalize, holder_of, holders_of, inside, within
+from meshwright.plan.given.names import generalize, holder_of, holders_of, within
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.sliced_code import counts_heads
 from meshwright.plan.result.sharding_plan import TensorParallelRow
@@ -213,7 +213,7 @@ def _between(
 ) -> Iterator[Refusal]:
     """Yield a message for each parameter in a split module without a style, or ``replicate`` although it sees slices."""
     for name in (scope, *model.inside(scope)):
-        if any(inside(name, adapter) for adapter in adapters):
+        if any(holder in adapters for holder in holders_of(name)):
             continue
         for own in model.modules[name].parameters:
             parameter = model.parameter_of[f"{name}.{own}"].name
