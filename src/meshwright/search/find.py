@@ -26,8 +26,11 @@ TOLD = 10
 """Candidates after which the search says how far it is."""
 
 CLEARLY = 1.05
-"""Times the memory of a device: as long as nothing fits, the leanest candidate of a branch is priced first, and if it needs
-more than that, no other one is."""
+"""Times the memory of a device: as long as nothing fits, the leanest candidate of each way to run a branch is tried first, and
+if it needs more than that, no other one is."""
+
+_Bounded = tuple[float, int, Candidate]
+"""A candidate after its bound and its place in its branch."""
 
 
 @dataclass
@@ -150,7 +153,7 @@ class _Search:
         """Find the fastest candidate of a branch that fits."""
         candidates = list(branch.candidates())
         self.tally.refused += branch.size - len(candidates)
-        kept: list[tuple[float, int, Candidate]] = []
+        kept: list[_Bounded] = []
         for number, candidate in enumerate(candidates):
             if self.bounds.refused(branch, candidate):
                 self.tally.refused += 1
@@ -158,15 +161,7 @@ class _Search:
                 self.tally.too_large += 1
             else:
                 kept.append((self.bounds.seconds(branch, candidate), number, candidate))
-        fitting: list[Candidate] = []
-        if not self.best and kept:
-            leanest = min(kept, key=lambda one: (self.bounds.bytes(branch, one[2]), -_lateness(one[2])))
-            kept.remove(leanest)
-            needed, price = self._try(branch, leanest[2])
-            if needed > CLEARLY * self.bounds.limit:
-                self.tally.too_large += len(kept)
-                return
-            fitting += [leanest[2]] if price is not None else []
+        kept, fitting = self._lean_first(branch, kept)
         kept.sort()
         for place, (bound, _, candidate) in enumerate(kept):
             own = self.best.get(branch.layout)
@@ -183,6 +178,27 @@ class _Search:
                 self.tally.too_slow += 1
             elif self._try(branch, candidate)[1] is not None:
                 fitting.append(candidate)
+
+    def _lean_first(self, branch: Branch, kept: list[_Bounded]) -> tuple[list[_Bounded], list[Candidate]]:
+        """As long as nothing fits, try the leanest candidate of each way to run a branch. Return the others that may fit, and
+        what was tried and fits.
+        """
+        ways: dict[tuple[Any, ...], list[_Bounded]] = {}
+        for one in kept:
+            ways.setdefault(tuple(value for key, value in one[2].values if key in _WAYS), []).append(one)
+        others: list[_Bounded] = []
+        fitting: list[Candidate] = []
+        for own in ways.values():
+            if not self.best:
+                leanest = min(own, key=lambda one: (self.bounds.bytes(branch, one[2]), -_lateness(one[2])))
+                own.remove(leanest)
+                needed, price = self._try(branch, leanest[2])
+                fitting += [leanest[2]] if price is not None else []
+                if needed > CLEARLY * self.bounds.limit:
+                    self.tally.too_large += len(own)
+                    continue
+            others += own
+        return others, fitting
 
     def _try(self, branch: Branch, candidate: Candidate) -> tuple[float, Price | None]:
         """Plan a candidate, and price it if it may fit. Return the least bytes that it needs, and its price if it fits."""
@@ -225,6 +241,9 @@ class _Search:
 
 _MODE, _SYNC, _OFFLOAD = "parallel.activation_checkpointing", "parallel.sync", "parallel.cpu_offload"
 _ROWS, _COMPILE = "training.microbatch_size", "parallel.compile"
+
+_WAYS = ("parallel.pipeline.schedule", "parallel.pipeline.stages_per_rank", "parallel.context_parallel")
+"""Choices whose memory the bounds of candidates without a plan do not tell apart."""
 
 _FASTER_FIRST: dict[str, tuple[Any, ...]] = {
     _COMPILE: (True, False), _MODE: KEPT_FIRST, _SYNC: tuple(SyncPolicy), _OFFLOAD: (False, True)
