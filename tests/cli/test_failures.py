@@ -111,7 +111,7 @@ def test_one_process(meshwright: Meshwright, config: str) -> None:
             130,
             f"SIGINT: {WISH}\nSIGINT a second time: ended in the middle of a step; the run has no checkpoint\n",
         ),
-        ("terminate", 1, f"SIGTERM: {WISH}\nerror: ended by SIGTERM\n"),
+        ("terminate", 1, f"SIGTERM: {WISH}\nerror: ended by SIGTERM [worker.ended]\n"),
         ("kill", -9, ""),
     ],
 )
