@@ -194,6 +194,19 @@ def test_operations_by_formula_and_by_trace(family: str) -> None:
     assert formula == pytest.approx(counted * 2 * setup.plan.options.microbatches, rel=0.02)
 
 
+def test_layers_that_only_come_first_need_no_trace_of_their_own() -> None:
+    """The dense layer of DeepSeek-V3 counts as the mixtures after it: two traces, which differ by one of these."""
+    setup = setup_of(2, "deepseek_v3", layers=9)
+
+    def numbers(_: int) -> list[int]:
+        traces = Traces(setup)
+        forecast_time(setup, H100, traces)
+        return sorted(traces.made)
+
+    ((fewer, more),) = run_ranks(numbers, 1, group=False)
+    assert more == fewer + 1
+
+
 def test_what_is_frozen_has_no_gradient_of_its_own() -> None:
     whole = operations_of_step(setup_of(2))
     setup = setup_of(2, parallel={"freeze": ["model.layers.**"]})

@@ -63,13 +63,13 @@ class Traces(Once):
     def place_of(self, kind: int) -> int:
         """Return a number of layers, traced or to be traced, after which a layer of a kind comes in the run.
 
-        A kind that only the first layers have counts as that of a later one.
+        A kind that only the first layers have counts as that of the layer after them.
         """
         kinds, first = self.kinds, self.first
         places = [place for place in (first - 1, first, *range(LEAST, len(kinds))) if place >= LEAST and kinds[place] == kind]
         # After one of its own kind, the last layer stays the same, and with it what is gathered for it.
         alike = [place for place in places if kinds[place - 1] == kind]
-        return next(iter(alike or places), min(first, len(kinds) - 1))
+        return next(iter(alike or places), None) or self.place_of(kinds[first])
 
     @cached_property
     def places(self) -> dict[int, int]:
