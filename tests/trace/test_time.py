@@ -34,14 +34,16 @@ def forecast(setup: RunSetup) -> TimeForecast:
     return found
 
 
-@pytest.mark.parametrize(("sync", "copies"), [("reshard_each", 4), ("defer", 1)])
-def test_shards_in_host_memory_are_copied_without_other_ranks_too(sync: str, copies: int) -> None:
-    """FSDP2 copies what nothing shards to the device for each forward, in place of a gather (`wait_for_unshard` of torch)."""
-    layout = {"dp_replicate": 2, "dp_shard": 1}
-    setup = setup_of(2, layers=2, layout=layout, parallel={"cpu_offload": True, "sync": sync})
+@pytest.mark.parametrize(("ranks", "sync", "copies"), [(2, "reshard_each", 4), (2, "defer", 1), (1, "reshard_each", 2 * 8)])
+def test_shards_in_host_memory_are_copied_without_other_ranks_too(ranks: int, sync: str, copies: int) -> None:
+    """FSDP2 copies what nothing shards to the device in place of a gather (`wait_for_unshard` of torch), on a single rank again
+    for each backward.
+    """
+    layout = {"dp_replicate": ranks, "dp_shard": 1}
+    setup = setup_of(ranks, layers=2, layout=layout, parallel={"cpu_offload": True, "sync": sync})
     shards = totals_of_rank(setup.plan, 0)
     moved = (copies * shards.parameter_bytes + shards.gradient_bytes) / (H100.host_gb_s * 1e9)
-    assert setup.plan.options.microbatches == 4
+    assert setup.plan.options.microbatches == 8 // ranks
     assert forecast(setup).parts["host"] == pytest.approx(moved)
 
 

@@ -1,4 +1,4 @@
-"""What a candidate needs at the least, from numbers that many candidates share: time, and memory. It is not planned for them.
+"""What a candidate needs at the least, time and memory, from numbers that many share. All bounds but one need no plan.
 
 Time: the work of a rank's rows of tokens, the wait of a pipeline whose stages are even, the collectives of activations, what
 of the collectives over data ranks is longer than all that can hide it, the update of a rank's share of the state, and copies
@@ -194,14 +194,15 @@ class Bounds:
                 state, gradients = self._of_rank(layout, slices.state), self._of_rank(layout, slices.gradients)
             if several and sync is not None:
                 unsharded += slices.gathered / pp if sync is SyncPolicy.DEFER else 0.0
-                waiting += slices.reduced / pp if sync is not SyncPolicy.REDUCE_EACH else 0.0
+                waiting += self._waiting(branch, values) * slices.reduced if sync is not SyncPolicy.REDUCE_EACH else 0.0
             unsharded += (
                 stages * slices.layer if sync is not SyncPolicy.DEFER and (pp > 1 or layout.size("dp_shard_cp") > 1) else 0
             )
             first = float(slices.unit_gradients) if pp > 1 else 0.0
         mode = values.get(MODE, parallel.activation_checkpointing)
         kept, all_kept = (sum(self.numbers.kept(branch, values, one).values()) for one in (mode, ActivationCheckpointing.NONE))
-        # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more.
+        # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more. On one
+        # rank it is measured too, and may be less.
         again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))
         again *= 0.5 if mode is ActivationCheckpointing.SUBMODULE else 1.0
         again = min(again, self.numbers.works(mode))
@@ -215,6 +216,15 @@ class Bounds:
             early += gradients
         return self.hardware.reserved_gib * 2**30 + state + max(early, gradients)
 
+    def _waiting(self, branch: Branch, values: Mapping[str, Any]) -> float:
+        """Return the least share of all gradients that wait on some rank of `pp` at once.
+
+        In a short run of several stages a rank, those of one stage may be reduced before those of another begin.
+        """
+        pp, runs = branch.layout.size("pp"), self.setup.config.parallel.pipeline.runs_per_step
+        together = pp == 1 or runs > 1 or branch.microbatches >= LONG * pp
+        return 1 / pp if together else 1 / pp / self._schedule(values)[1]
+
     def bytes_in_stages(self, branch: Branch, candidate: Candidate, run: RunSetup) -> float:
         """Return the same of a candidate that is planned, if it has stages: which layers each rank has is known then, and what
         it receives and sends. Otherwise 0.
@@ -226,7 +236,8 @@ class Bounds:
         part = ROUNDED * branch.rows / (layout.size("tp") * layout.size("cp"))
         kept = {name: int(part * size) for name, size in self.numbers.kept(branch, values, mode).items()}
         least = 0.0
-        for most in (LONG * layout.size("pp"), None):  # a short run is looked at faster
+        short, microbatches = LONG * layout.size("pp"), run.plan.options.microbatches // run.plan.options.runs_per_step
+        for most in (short, None) if microbatches > short else (None,):  # a short run is looked at faster
             if least <= self.limit:
                 least = least_fit(run, self.hardware, TracedSizes.at_least(kept), most).peak_bytes
         return least

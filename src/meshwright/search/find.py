@@ -2,7 +2,9 @@
 
 A branch is a layout with a size of microbatches. Of each, the fastest candidate that fits is looked for. A candidate is priced
 only if its bounds are within the device's memory, below the time of the best candidate of its layout, and below that of the
-last of the best layouts. So the best few are those that pricing all would give, as long as the bounds hold.
+last of the best layouts. So the best few are those that pricing all would give, as long as the bounds hold. Two rules are no
+bounds: larger ``cp`` is left out if it cannot save recomputation, and, as long as nothing fits, a way to run a branch whose
+leanest candidate does not fit.
 """
 
 import time
@@ -117,11 +119,12 @@ class _Search:
             self.tally.too_slow += sum(branch.size for branch in others)
         else:
             self._look_at(others)
-        self.tally.seconds = time.monotonic() - begun
-        self.tally.traces = self.pricer.store.made - self.made
         self.tally.codes = dict(self.pricer.refusals)
         best = sorted(self.best.values(), key=lambda price: price.seconds)[: self.most]
-        return Found(tuple(best), tuple(front_of(self.priced)), self.tally, None if best else self._came_nearest())
+        smallest = None if best else self._came_nearest()
+        self.tally.seconds = time.monotonic() - begun
+        self.tally.traces = self.pricer.store.made - self.made
+        return Found(tuple(best), tuple(front_of(self.priced)), self.tally, smallest)
 
     def _look_at(self, branches: Sequence[Branch]) -> None:
         """Look into branches in the order of their bounds."""
@@ -201,9 +204,10 @@ class _Search:
         return others, fitting
 
     def _try(self, branch: Branch, candidate: Candidate) -> tuple[float, Price | None]:
-        """Plan a candidate, and price it if it may fit. Return the least bytes that it needs, and its price if it fits."""
-        if (self.tally.priced + 1) % TOLD == 0:
-            self.say(f"{self.tally.priced + 1} candidates priced, {self.pricer.store.made - self.made} traces made")
+        """Plan a candidate, and price it if it may fit.
+
+        Return its peak, or the bound of it if that is too much, or 0 if it is refused; and its price if it fits.
+        """
         setup = self.pricer.setup_of(candidate)
         needed = 0.0 if setup is None else self.bounds.bytes_in_stages(branch, candidate, setup)
         if needed > self.bounds.limit:
@@ -217,6 +221,8 @@ class _Search:
             self.tally.refused += 1
             return 0.0, None
         self.tally.priced += 1
+        if self.tally.priced % TOLD == 0:
+            self.say(f"{self.tally.priced} candidates priced, {self.pricer.store.made - self.made} traces made")
         if not price.verdict.fits:
             self.tally.do_not_fit += 1
             self.too_large.setdefault(_slicing(candidate), []).append(candidate)
@@ -243,7 +249,7 @@ _MODE, _SYNC, _OFFLOAD = "parallel.activation_checkpointing", "parallel.sync", "
 _ROWS, _COMPILE = "training.microbatch_size", "parallel.compile"
 
 _WAYS = ("parallel.pipeline.schedule", "parallel.pipeline.stages_per_rank", "parallel.context_parallel")
-"""Choices whose memory the bounds of candidates without a plan do not tell apart."""
+"""Choices that the bound of memory without a plan may rank wrongly."""
 
 _FASTER_FIRST: dict[str, tuple[Any, ...]] = {
     _COMPILE: (True, False), _MODE: KEPT_FIRST, _SYNC: tuple(SyncPolicy), _OFFLOAD: (False, True)

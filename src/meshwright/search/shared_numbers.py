@@ -97,7 +97,7 @@ class Numbers:
         self._work: dict[ActivationCheckpointing, Counter[Work]] = {}
         self._sliced_work: dict[tuple[Any, ...], Counter[Work]] = {}
         self._works: dict[ActivationCheckpointing, int] = {}
-        self._kept: dict[Choices, dict[str, int]] = {}
+        self._kept: dict[tuple[int, Choices], dict[str, int]] = {}
         self._traffic: dict[tuple[Layout, Choices], tuple[tuple[Calls, ...], float]] = {}
 
     def slices(self, branch: Branch, candidate: Candidate) -> Slices | None:
@@ -222,11 +222,11 @@ class Numbers:
         """
         ranks = min(2, branch.layout.size("cp"))
         chosen = ((MODE, mode), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
-        if chosen not in self._kept:
+        if (ranks, chosen) not in self._kept:
             run = self._run(Layout(dp_shard=1, cp=ranks).resolve(ranks), chosen)
             kept = kept_activations(Traces(run, store=self.store))
-            self._kept[chosen] = {name: ranks * size for name, size in kept.items()}
-        return self._kept[chosen]
+            self._kept[ranks, chosen] = {name: ranks * size for name, size in kept.items()}
+        return self._kept[ranks, chosen]
 
     def works(self, mode: ActivationCheckpointing) -> int:
         """Return the bytes of activations that a sequence adds to what a layer in backward holds beside what layers keep."""

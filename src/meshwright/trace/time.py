@@ -164,11 +164,17 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
 def _copies_to_device(plan: ShardingPlan, unit: UnitRow) -> int:
     """Return how often the shards of a unit go to the device in a step, with `cpu_offload`: for each gather.
 
-    A unit that nothing shards stays from a forward to the end of its backward, and is copied without a collective.
+    A unit that nothing shards is copied as often as it would be gathered
+    (:func:`~meshwright.plan.axes.data.unit_traffic.unit_traffic`), without a collective. With replicas it stays from a forward
+    to the end of its backward.
     """
     if plan.layout.size(shard_axis(plan.layout, unit.kind)) > 1:
         return unit_traffic(plan, unit).all_gathers
-    return 1 if unit.sync is SyncPolicy.DEFER else plan.options.microbatches
+    parts = plan.parts(unit)
+    forwards = sum(part.forwards * part.places for part in parts)
+    backwards = sum(part.places for part in parts) if unit.gathers_in_backward else 0
+    again = forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
+    return 1 if unit.sync is SyncPolicy.DEFER else plan.options.microbatches * again * (forwards > 0)
 
 
 def _teacher(setup: RunSetup, hardware: Hardware) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Does a run fit into its devices, by how much, and if not, what would make it fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, with_values
 from meshwright.trace.few_layers import Traces
-from meshwright.trace.held.memory import MemoryForecast, forecast_memory, moments_of_stages
+from meshwright.trace.held.memory import MemoryForecast, memory_moments, moments_of_stages
 from meshwright.trace.held.stage_memory import TracedSizes
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, change_setup
@@ -80,7 +80,7 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
         traces: traces of the run, if some were made already.
     """
     traces = traces or Traces(setup)
-    verdict = _verdict(forecast_memory(setup, traces), hardware, setup)
+    verdict = _worst(memory_moments(setup, traces), hardware, setup)
     if verdict.fits:
         return verdict
     found: list[Change] = []
@@ -92,7 +92,7 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
             config = with_values(setup.config, overrides)
             changed = change_setup(setup, config, setup.layout.world_size, program=False)
             changed = changed if setup.teacher is None else with_teacher(changed)
-            other = _verdict(forecast_memory(changed, replace(traces, setup=changed, made={})), hardware, changed)
+            other = _worst(memory_moments(changed, replace(traces, setup=changed, made={})), hardware, changed)
         except MeshwrightError:  # the change is illegal for this run
             continue
         change = Change(tuple(f"{key}={override_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)
@@ -104,7 +104,7 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
 
 def fit(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> Verdict:
     """Return whether a run fits into devices, without changes that would make it fit. See :func:`judge`."""
-    return _verdict(forecast_memory(setup, traces), hardware, setup)
+    return _worst(memory_moments(setup, traces), hardware, setup)
 
 
 def least_fit(setup: RunSetup, hardware: Hardware, sizes: TracedSizes, most: int | None) -> Verdict:
@@ -116,8 +116,12 @@ def least_fit(setup: RunSetup, hardware: Hardware, sizes: TracedSizes, most: int
         sizes: the least that a microbatch holds.
         most: of a run with more microbatches, the turns of one with so many are looked at; ``None``: all.
     """
-    moments = moments_of_stages(setup.plan, sizes, most=most)
-    return _verdict(max(moments, key=lambda found: found.peak), hardware, setup)
+    return _worst(moments_of_stages(setup.plan, sizes, most=most), hardware, setup)
+
+
+def _worst(moments: Iterable[MemoryForecast], hardware: Hardware, setup: RunSetup) -> Verdict:
+    """Return the verdict of the moment in which a device needs the most: what is in host memory does not count."""
+    return max((_verdict(moment, hardware, setup) for moment in moments), key=lambda found: found.peak_bytes)
 
 
 def _verdict(forecast: MemoryForecast, hardware: Hardware, setup: RunSetup) -> Verdict:

@@ -159,7 +159,7 @@ class StageMemory:
         update.
 
         Args:
-            most: of a run with more microbatches, the turns of one with so many are looked at. A longer run holds no less.
+            most: microbatches of a run that are looked at, at the most. A longer run holds no less.
         """
         turns = turns_of_rank(self.plan if most is None else _shorter(self.plan, most), self.rank)
         found = {}
