@@ -11,7 +11,8 @@ a trace of their slices. Traces take seconds, a plan milliseconds.
 The work and the activations of a row are by how much a trace of two rows has more than that of one row. So what does not grow
 with rows, such as copies of gathered parameters, is not in them. They are measured for each mode of recomputation on one rank,
 and are then cut without loss; and once for all layouts with the same slices of matrices, which shows what these do not cut. A
-rank that has a part of each sequence has at least that share of the work.
+rank that has a part of each sequence has at least that share of the work, but leaves out attention that a mask of documents
+hides.
 """
 
 from collections import Counter
@@ -83,15 +84,23 @@ class Bounds:
         layout, values = branch.layout, {} if candidate is None else dict(candidate.values)
         parallel, pp = self.setup.config.parallel, branch.layout.size("pp")
         cut = layout.size("tp") * layout.size("cp")
-        spent = self._rates[values.get("parallel.compile", parallel.compile or candidate is None)].spent
+        rates = self._rates[values.get("parallel.compile", parallel.compile or candidate is None)]
+
+        def spent(work: Counter[Work]) -> float:
+            if layout.size("cp") > 1:
+                work = Counter(
+                    {**work, Work.ATTENTION: int(self.numbers.attention_of_parts(layout.size("cp")) * work[Work.ATTENTION])}
+                )
+            return sum(rates.spent(work).values())
+
         modes = [values[MODE]] if MODE in values else branch.choices.get(MODE, [parallel.activation_checkpointing])
         slices = None if candidate is None else self.numbers.slices(branch, candidate)
         if measured and slices is not None:
             once = self.numbers.work(ActivationCheckpointing.NONE)
-            again = min(sum(spent(_more(self.numbers.work(mode), once)).values()) for mode in modes)
-            row = sum(spent(self.numbers.sliced_work(branch, values)).values()) / layout.size("cp") + again / cut
+            again = min(spent(_more(self.numbers.work(mode), once)) for mode in modes)
+            row = spent(self.numbers.sliced_work(branch, values)) / layout.size("cp") + again / cut
         else:
-            row = min(sum(spent(self.numbers.work(mode)).values()) for mode in modes) / cut
+            row = min(spent(self.numbers.work(mode)) for mode in modes) / cut
         work, exchanged, even = branch.rows * branch.microbatches * row / pp, 0.0, 1.0
         if slices is not None:
             share = self._least_share(pp, values)

@@ -17,7 +17,7 @@ from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
 from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
-from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextMethod, PipelineSchedule, SyncPolicy
 from meshwright.plan.given.inspection import inspect_model
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import EXPERTS, ShardingPlan, shard_axis
@@ -200,6 +200,24 @@ class Numbers:
         whole, kinds = LayerWork.of(Traces(run, store=self.store)), (Work.PRODUCTS, Work.PRODUCTS_FP32)
         least = min(sum(work[kind] for kind in kinds) for work in whole.layers.values())
         return sum(whole.loss[kind] for kind in kinds) / max(1, least)
+
+    def attention_of_parts(self, ranks: int) -> float:
+        """Return the least that all ranks of `cp` compute of the attention that one rank computes.
+
+        They leave out pieces that a mask of documents hides. It is measured on two ranks; on c ranks it is as 1 + 1 / c.
+        """
+        return min(1.0, self._attention_of_two * (1 + 1 / ranks) / (1 + 1 / 2))
+
+    @cached_property
+    def _attention_of_two(self) -> float:
+        alone, both = Layout(dp_shard=1).resolve(1), Layout(dp_shard=1, cp=2).resolve(2)
+        none, method = (MODE, ActivationCheckpointing.NONE), ("parallel.context_parallel", ContextMethod.GATHER)
+        try:
+            runs = [self._run(alone, (none,)), self._run(both, (none, method))]
+        except MeshwrightError:
+            return 0.0
+        one, two = (LayerWork.of(Traces(run, store=self.store)).on_rank(run.plan, 0)[Work.ATTENTION] for run in runs)
+        return 2 * two / one if one else 0.0
 
     def sliced_work(self, branch: Branch, values: Mapping[str, Any]) -> Counter[Work]:
         """Return the work that a whole sequence adds on a rank with slices of matrices, if nothing is recomputed.
