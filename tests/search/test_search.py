@@ -171,6 +171,7 @@ def test_the_winners_are_those_of_pricing_everything(
             for tokens, families in (
                 (64, ("llama", "gemma3n_text", "gemma4_moe", "gpt2", "qwen3_moe", "deepseek_v3", "nemotron_h")),
                 (4, ("llama", "qwen3_moe")),
+                (1024, ("llama",)),
             )
             for family in families
         ),
@@ -179,11 +180,14 @@ def test_the_winners_are_those_of_pricing_everything(
 def test_no_bound_is_above_its_price(family: str, number: int, tokens: int, tmp_path: Path) -> None:
     """Candidates are drawn from all that a run leaves open: layouts, schedules, recomputation, offload, compile.
 
-    With few tokens, most of what a rank holds are parameters and their gradients.
+    With few tokens, most of what a rank holds are parameters and their gradients. With many, `cp` is among the layouts.
     """
-    config = setup_of(1, family, layers=None if tokens == 64 else 8).config
-    config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": tokens})})
-    setup, device = base_of(config), small_device(1.5)
+    content = setup_of(1, family, layers=8 if tokens < 64 else None).config.model_dump(
+        mode="json", exclude_unset=True, by_alias=True
+    )
+    longer = [f"model.config.max_position_embeddings={tokens}"] if tokens > 64 else []
+    setup = base_of(overridden(content, [f"data.sequence_length={tokens}", *longer]))
+    device = small_device(1.5)
 
     def found() -> list[tuple[str, float]]:
         store = TraceStore(setup, tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of
 from meshwright.trace.held.memory import MemoryForecast, forecast_memory, memory_moments
 from meshwright.trace.step import UPDATE, run_step, trace_step
 from meshwright.trace.time import forecast_time
-from meshwright.trace.verdict import Verdict, judge
+from meshwright.trace.verdict import ALLOCATOR, Verdict, fit, judge
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.start.setup import RunSetup, make_setup
 from tests.harness import run_ranks
@@ -224,6 +225,25 @@ def test_what_fits_and_what_would_make_it_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_the_worst_moment_is_that_of_the_device() -> None:
+    """State in host memory is held in another moment than most activations, and the allocator adds nothing to state."""
+    parallel = {"cpu_offload": True, "sync": "reduce_each", "activation_checkpointing": "full"}
+    training = {"microbatch_size": 1, "global_batch_size": 8}
+    setup = setup_of(2, layers=4, layout={"pp": 2, "dp_shard": 1}, parallel=parallel, training=training)
+
+    def needed(one: MemoryForecast) -> int:
+        rest = sum(size for name, size in one.parts.items() if name not in ("parameters", "gradients", "optimizer"))
+        return rest + round(ALLOCATOR * rest)
+
+    def found(_: int) -> tuple[int, list[int], int]:
+        traces, device = Traces(setup), replace(load_hardware("h100"), reserved_gib=0.0)
+        moments = memory_moments(setup, traces)
+        return fit(setup, device, traces).peak_bytes, [*map(needed, moments)], needed(forecast_memory(setup, traces))
+
+    ((peak, of_moments, of_most_with_state),) = run_ranks(found, 1, group=False)
+    assert peak == max(of_moments) > of_most_with_state
+
+
 def test_where_nothing_fits_the_best_is_said(tmp_path: Path) -> None:
     found = verdict(setup_of(2, layers=6, training={"microbatch_size": 4}), device(tmp_path, memory_gib=1e-4))
     assert not found.fits

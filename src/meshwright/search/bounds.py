@@ -235,8 +235,9 @@ class Bounds:
         return 1 / pp if together else 1 / pp / self._schedule(values)[1]
 
     def bytes_in_stages(self, branch: Branch, candidate: Candidate, run: RunSetup) -> float:
-        """Return the same of a candidate that is planned, if it has stages: which layers each rank has is known then, and what
-        it receives and sends. Otherwise 0.
+        """Return the least bytes of the fullest rank of a candidate that is planned, and 0 if it has no stages.
+
+        A plan says which layers each rank has, and what it receives and sends.
         """
         if not run.plan.stages:
             return 0.0

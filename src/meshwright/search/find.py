@@ -2,9 +2,9 @@
 
 A branch is a layout with a size of microbatches. Of each, the fastest candidate that fits is looked for. A candidate is priced
 only if its bounds are within the device's memory, below the time of the best candidate of its layout, and below that of the
-last of the best layouts. So the best few are those that pricing all would give, as long as the bounds hold. Two rules are no
-bounds: larger ``cp`` is left out if it cannot save recomputation, and, as long as nothing fits, a way to run a branch whose
-leanest candidate does not fit.
+last of the best layouts. So the best few are those that pricing all would give, as long as the bounds hold, and but for two
+rules that are no bounds. Larger ``cp`` is left out if the best candidate recomputes nothing for lack of room. As long as
+nothing fits, one schedule or method of ``cp`` of a branch is left out if its leanest candidate does not fit.
 """
 
 import time

@@ -214,7 +214,7 @@ class Numbers:
         none, method = (MODE, ActivationCheckpointing.NONE), ("parallel.context_parallel", ContextMethod.GATHER)
         try:
             runs = [self._run(alone, (none,)), self._run(both, (none, method))]
-        except MeshwrightError:
+        except MeshwrightError:  # the model has no such parts: nothing is known of other methods, and nothing counted
             return 0.0
         one, two = (LayerWork.of(Traces(run, store=self.store)).on_rank(run.plan, 0)[Work.ATTENTION] for run in runs)
         return 2 * two / one if one else 0.0
@@ -234,16 +234,16 @@ class Numbers:
         return self._sliced_work[sizes]
 
     def kept(self, branch: Branch, values: Mapping[str, Any], mode: ActivationCheckpointing) -> dict[str, int]:
-        """Return the bytes of activations that each layer keeps of a sequence until its backward.
+        """Return the bytes of activations that a sequence adds to what each layer keeps until its backward.
 
         Nothing but `cp` cuts it here, which is measured on two ranks: their attention keeps other tensors than that of one.
         """
         ranks = min(2, branch.layout.size("cp"))
         chosen = ((MODE, mode), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
         if (ranks, chosen) not in self._kept:
-            run = self._run(Layout(dp_shard=1, cp=ranks).resolve(ranks), chosen)
-            kept = kept_activations(Traces(run, store=self.store))
-            self._kept[ranks, chosen] = {name: ranks * size for name, size in kept.items()}
+            runs = (self._run(Layout(dp_shard=1, cp=ranks).resolve(ranks), chosen, rows) for rows in (1, 2))
+            fewer, more = (kept_activations(Traces(run, store=self.store)) for run in runs)
+            self._kept[ranks, chosen] = {name: ranks * max(0, more[name] - fewer[name]) for name in more}
         return self._kept[ranks, chosen]
 
     def works(self, mode: ActivationCheckpointing) -> int:
