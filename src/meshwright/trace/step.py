@@ -104,7 +104,7 @@ def trace_step(setup: RunSetup, *, device: bool = False, load: float = 1.0) -> S
     kernels = device_kernels(attention_of(setup.model), causal=causal) if device else nullcontext()
     with fake_world(setup.layout.world_size, load=load), torch.random.fork_rng(devices=[]), kernels:
         try:
-            return run_step(setup, FakeTensors(allow_non_fake_inputs=True))
+            return run_step(setup, FakeTensors())
         except MeshwrightError:
             raise
         except Exception as error:  # whatever a model raises where values are missing

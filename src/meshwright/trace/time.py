@@ -12,15 +12,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from meshwright.layout import Layout
-from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
+from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic, unshards
 from meshwright.plan.axes.pipeline.stage_plan import parts_of_rank, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals
-from meshwright.plan.given.closed_choices import SyncPolicy
-from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow, shard_axis
+from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.plan.update.states import orthogonalised, update_traffic
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.in_time.fsdp_replay import Price, Recording, Turn, exposed_share
@@ -140,7 +139,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         rate = hardware.bf16_tflops if dtype == "bfloat16" else hardware.fp32_tflops
         parts["update"] += 2 * muon.work / (reached * rate * 1e12)
     if plan.options.cpu_offload:  # shards go to the device for each gather, gradients to the host
-        copies = max(_copies_to_device(plan, unit) for unit in plan.fsdp_units)
+        copies = max(unshards(plan, unit) for unit in plan.fsdp_units)
         parts["host"] = (copies * shards.parameter_bytes + shards.gradient_bytes) / (hardware.host_gb_s * 1e9)
     teacher = _teacher(setup, hardware)
     if teacher:
@@ -159,22 +158,6 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         for label, work in whole.by_kind(plan, rank).items()
     }
     return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts, layers, teacher, rank)
-
-
-def _copies_to_device(plan: ShardingPlan, unit: UnitRow) -> int:
-    """Return how often the shards of a unit go to the device in a step, with `cpu_offload`: for each gather.
-
-    A unit that nothing shards is copied as often as it would be gathered
-    (:func:`~meshwright.plan.axes.data.unit_traffic.unit_traffic`), without a collective. With replicas it stays from a forward
-    to the end of its backward.
-    """
-    if plan.layout.size(shard_axis(plan.layout, unit.kind)) > 1:
-        return unit_traffic(plan, unit).all_gathers
-    parts = plan.parts(unit)
-    forwards = sum(part.forwards * part.places for part in parts)
-    backwards = sum(part.places for part in parts) if unit.gathers_in_backward else 0
-    again = forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
-    return 1 if unit.sync is SyncPolicy.DEFER else plan.options.microbatches * again * (forwards > 0)
 
 
 def _teacher(setup: RunSetup, hardware: Hardware) -> dict[str, float]:

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.distributed._torch_compat.repeated_operators import RepeatedOperators
 
 __all__ = ["FakeStore", "FakeTensorMode", "FakeTensors", "Watch", "forget_meshes", "without_propagation"]
 
@@ -60,6 +63,10 @@ class FakeTensors(FakeTensorMode):
     something holds, such as whether all labels are legal, is answered yes.
     """
 
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._operators = RepeatedOperators((FakeTensor,), partial(FakeTensor, self))
+
     @property
     def avoid_device_init(self) -> bool:
         """Whether to act as if there was a GPU; a step is traced on the CPU.
@@ -78,4 +85,5 @@ class FakeTensors(FakeTensorMode):
                 return made.to(args[0].dtype)
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return True
-        return super().dispatch(func, types, args, kwargs)
+        find = super().dispatch
+        return self._operators.run(func, args, kwargs or {}, lambda *args, **kwargs: find(func, types, args, kwargs))

@@ -9,6 +9,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -44,6 +45,8 @@ def _reads(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of attributes whose weight or bias the methods of a class read."""
     found: set[str] = set()
     for function in _methods(kind):
+        if not _names_some(inspect.unwrap(function).__code__):
+            continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):  # code without a source
@@ -56,6 +59,11 @@ def _methods(kind: type[nn.Module]) -> Iterator[Any]:
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] != "torch":
             yield from (item for name, item in vars(base).items() if inspect.isfunction(item) and name not in _FIRST)
+
+
+def _names_some(code: CodeType) -> bool:
+    """Return whether compiled code reads an attribute of such a name: most does not, and its source takes long to parse."""
+    return not _OWN.isdisjoint(code.co_names) or any(_names_some(one) for one in code.co_consts if isinstance(one, CodeType))
 
 
 def _read_in(tree: ast.AST) -> Iterator[str]:

@@ -7,12 +7,24 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["in_each_place", "meta_positions", "meta_tensors", "prime_length", "tensors_in"]
+__all__ = ["in_each_place", "leaves", "meta_positions", "meta_tensors", "prime_length", "tensors_in"]
+
+_LEAVES = frozenset((torch.Tensor, nn.Parameter, int, float, bool, type(None), torch.dtype, torch.device))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return what is in nested containers, as ``tree_leaves`` of torch does, and sooner for those that operators have."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return [tree]
+    if kind is list or kind is tuple:
+        return [leaf for item in tree for leaf in leaves(item)]
+    return tree_leaves(tree) if kind is not dict or tree else []
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""
-    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
+    return [item for item in leaves(tree) if isinstance(item, torch.Tensor)]
 
 
 def meta_positions(length: int, rows: int = 1) -> torch.Tensor:

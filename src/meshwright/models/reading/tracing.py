@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.distributed._torch_compat.repeated_operators import RepeatedOperators
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.model_code import place_of_error
 from meshwright.models.reading.traced_tensors import in_each_place, meta_positions, meta_tensors, prime_length, tensors_in
@@ -170,7 +171,7 @@ class _Mode(TorchDispatchMode):
     def __init__(self, model: nn.Module, tracer: Tracer) -> None:
         super().__init__()
         self.names = {module: name for name, module in model.named_modules()}
-        self.tracer, self.running = tracer, [""]
+        self.tracer, self.running, self.operators = tracer, [""], RepeatedOperators((torch.Tensor, nn.Parameter))
 
     def hooks(self) -> Iterator[RemovableHandle]:
         for module, name in self.names.items():
@@ -202,7 +203,10 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        if function.is_view:  # torch knows its shape at once
+            result = function(*args, **kwargs)
+        else:
+            result = self.operators.run(function, args, kwargs, function)
         read, made = tensors_in((args, kwargs)), tensors_in(result)
         self.tracer.operator(Operator(function, args, kwargs, read, made, self.running[-1]))
         return result

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.models.reading.tensor.norms_between import NormsBetween
+from meshwright.models.reading.traced_tensors import leaves
 from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, tensors_in
 from meshwright.plan.given.sliceable_pairs import Pair
 
@@ -194,7 +194,7 @@ class FeatureTracer(Tracer):
         beside = tensors_in((call.mask, call.options))
         fit = [(mark.dim, mark.before) for mark in marks] == 3 * [(1, 1)]
         fit &= all(item not in self._learned and _has_no_heads(item, call.query.shape[1]) for item in beside)
-        self.numbers += [item for item in tree_leaves(call.options) if isinstance(item, int | float)]
+        self.numbers += [item for item in leaves(call.options) if isinstance(item, int | float)]
         if fit:
             self._mark(call.output, _Mark(sources, 2, 1, math.gcd(*(mark.blocks for mark in marks))))
         else:
@@ -333,7 +333,7 @@ def _has_no_heads(tensor: torch.Tensor, heads: int) -> bool:
 def _numbers(tree: Any) -> list[float]:
     """Return the numbers among the arguments of an operator, and the values of scalars that have one."""
     found: list[float] = []
-    for item in tree_leaves(tree):
+    for item in leaves(tree):
         has_value = isinstance(item, torch.Tensor) and item.numel() == 1 and item.device.type == "cpu"
         if has_value or isinstance(item, int | float):
             found.append(float(item))

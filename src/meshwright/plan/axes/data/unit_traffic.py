@@ -7,7 +7,7 @@ from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
-__all__ = ["UnitTraffic", "gradient_peak", "gradients_between", "unit_bytes", "unit_traffic", "use_traffic"]
+__all__ = ["UnitTraffic", "gradient_peak", "gradients_between", "unit_bytes", "unit_traffic", "unshards", "use_traffic"]
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,7 @@ def _unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
         return UnitTraffic()
     shards, replicas = layout.size(shard_axis(layout, unit.kind)), layout.size("dp_replicate")
     gathered, reduced = unit_bytes(plan, unit)
-    gathers = 0
-    if shards > 1 and gathered:
-        once = unit.sync is SyncPolicy.DEFER
-        if not unit.reshard_after_forward and not any(row.trainable for row in plan.parameters):
-            once = True  # a stage without a backward, after which it would be resharded
-        parts = plan.parts(unit)
-        forwards = sum(part.forwards * part.places for part in parts)
-        backwards = sum(part.places for part in parts) if unit.gathers_in_backward else 0
-        if len(parts) > 1 and not _gets_gradient(plan, unit):  # it stays gathered from one part's backward to the next
-            backwards = min(backwards, 1)
-        # If it stays gathered after forward, its first backward does not gather it again.
-        once = once and forwards > 0
-        again = 0 if not forwards else forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
-        gathers = 1 if once else microbatches * again
+    gathers = unshards(plan, unit) if shards > 1 and gathered else 0
     runs = any(part.forwards for part in plan.parts(unit))
     reductions = (microbatches if unit.sync is SyncPolicy.REDUCE_EACH else 1) if reduced and runs else 0
     scatters = reductions if shards > 1 else 0
@@ -54,6 +41,26 @@ def _unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
     if replicas > 1:
         all_reduces = min(reductions, 1) if plan.options.all_reduce_once else reductions
     return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
+
+
+def unshards(plan: ShardingPlan, unit: UnitRow) -> int:
+    """Return how often FSDP2 unshards a unit in one optimizer step.
+
+    Each is an all-gather if ranks share the unit. With `cpu_offload` each is a copy to the device, shared or not.
+    """
+    parts = plan.parts(unit)
+    forwards = sum(part.forwards * part.places for part in parts)
+    if unit.part_of or not forwards:
+        return 0
+    # A stage without a backward stays unsharded, because a unit is resharded after its backward.
+    stays = not unit.reshard_after_forward and not any(row.trainable for row in plan.parameters)
+    if stays or unit.sync is SyncPolicy.DEFER:
+        return 1
+    backwards = sum(part.places for part in parts) if unit.gathers_in_backward else 0
+    if len(parts) > 1 and not _gets_gradient(plan, unit):  # it stays unsharded from one part's backward to the next
+        backwards = min(backwards, 1)
+    # If it stays unsharded after forward, its first backward does not unshard it again.
+    return plan.options.microbatches * (forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1))
 
 
 def _gets_gradient(plan: ShardingPlan, unit: UnitRow) -> bool:
