@@ -1,5 +1,6 @@
 """`meshwright plan`."""
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,10 @@ __all__ = ["plan"]
 MOST_FILES = 5
 """Data files that are named, of those that `train` would refuse."""
 
+
+_OBJECTS = 20_000
+"""Objects that are made before cycles are looked for, by default 700: to look through a large model often takes a tenth of the
+time of its plan."""
 
 _PICTURE = 160
 """Characters of a line of a picture, at most."""
@@ -99,6 +104,7 @@ def plan(
     """Show what every rank will hold and send. Needs no GPU and no weights; any world size."""
     from meshwright.cli.plan_search import refuse_options, search_layouts, sizes_of
 
+    gc.set_threshold(_OBJECTS)
     sizes = sizes_of(ranks)
     world_size = sizes[0] if sizes else None
     if search and is_loop(config):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -11,7 +11,7 @@ from torch.distributed.tensor import debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.distributed._torch_compat.repeated_operators import RepeatedOperators
+from meshwright.distributed._torch_compat.repeated_operators import RepeatedOperators, Results
 
 __all__ = ["FakeStore", "FakeTensorMode", "FakeTensors", "Watch", "forget_meshes", "without_propagation"]
 
@@ -63,9 +63,12 @@ class FakeTensors(FakeTensorMode):
     something holds, such as whether all labels are legal, is answered yes.
     """
 
+    _results: ClassVar[Results] = {}
+    """Of all traces of this process."""
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._operators = RepeatedOperators((FakeTensor,), partial(FakeTensor, self))
+        self._operators = RepeatedOperators((FakeTensor,), partial(FakeTensor, self), self._results)
 
     @property
     def avoid_device_init(self) -> bool:

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RepeatedOperators"]
+__all__ = ["RepeatedOperators", "Results"]
+
+MOST = 2**15
+"""Results that are kept: about a hundred traces of as many layouts, in some tens of MB."""
 
 
 class RepeatedOperators:
@@ -19,11 +22,17 @@ class RepeatedOperators:
     Args:
         kinds: the classes of the tensors. What reads others, or has values, runs each time.
         wrap: makes a fake tensor for a device of one on the meta device; ``None``: tensors are on the meta device.
+        made: what others with these arguments made already.
     """
 
-    def __init__(self, kinds: Sequence[type], wrap: Callable[[torch.Tensor, torch.device], torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[type],
+        wrap: Callable[[torch.Tensor, torch.device], torch.Tensor] | None = None,
+        made: "Results | None" = None,
+    ) -> None:
         self._kinds, self._wrap = frozenset(kinds), wrap
-        self._made: dict[Hashable, _Result] = {}
+        self._made: Results = {} if made is None else made
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], make: Callable[..., Any]) -> Any:
         """Return the result of an operator.
@@ -46,6 +55,8 @@ class RepeatedOperators:
             return found if self._wrap is None else self._wrap(found, known.device)
         result = make(*args, **kwargs)
         if self._without_values(result) and (described := _Result.of(result, args)) is not None:
+            if len(self._made) == MOST:
+                self._made.clear()
             self._made[key] = described
         return result
 
@@ -106,6 +117,10 @@ class _Result(NamedTuple):
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
         empty = torch.empty(0, dtype=self.dtype, device="meta")
         return empty.set_(args[self.base].untyped_storage(), self.offset, self.size, self.stride)
+
+
+Results = dict[Hashable, _Result]
+"""What operators made, by operator and arguments."""
 
 
 def _storage(tensor: torch.Tensor) -> int:
