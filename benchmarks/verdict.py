@@ -2,9 +2,10 @@
 
     taskset -c 0 python benchmarks/verdict.py
 
-Each shape is forecast in two fresh processes, from the start of Python to the verdict and the time of a step. The first one
-finds no kept trace, the second one those of the first. In the second, the run is then planned and priced with 3 to 10 times the
-replicas, as a search does with each candidate: medians. The first two do not count: they make traces.
+Each shape is given to `meshwright plan --gpu h100` twice. The first time no trace is kept, the second time those of the first
+are. Seconds are from the start of Python to the verdict, and to the end: then the changes that save most time are priced, too.
+In another process, the run is then planned and priced with 3 to 10 times the replicas, as a search does with each candidate:
+medians. The first two do not count: they make traces.
 """
 
 import json
@@ -27,7 +28,7 @@ SHAPES = (
 FOLDER = Path(__file__).parents[1] / "examples" / "shapes"
 
 
-def forecast(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
+def candidate(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
     """Print the milliseconds of a plan and of a price, as JSON."""
     from meshwright.cli.arguments import load_run
     from meshwright.plan.cost.hardware import load_hardware
@@ -41,7 +42,6 @@ def forecast(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
     found = Forecasts(setup, load_hardware("h100"))
     assert found.verdict.fits
     assert found.time.step_seconds > 0
-    print(json.dumps({"verdict": True}), flush=True)
     plans, prices = [], []
     replicas, batch = setup.layout.size("dp_replicate"), setup.config.training.global_batch_size
     for times in range(1, 11):
@@ -59,27 +59,35 @@ def forecast(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
     print(json.dumps({"plan": 1000 * median(plans[2:]), "price": 1000 * median(prices[2:])}))
 
 
+def command(name: str, ranks: int, overrides: tuple[str, ...], environment: dict[str, str]) -> tuple[float, float]:
+    """Return the seconds of `meshwright plan` until it prints the verdict, and until its end."""
+    begun, said = time.perf_counter(), None
+    words = [sys.executable, "-m", "meshwright", "plan", str(FOLDER / f"{name}.yaml"), *overrides]
+    words += ["--world-size", str(ranks), "--gpu", "h100"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("fits into"):
+                said = time.perf_counter() - begun
+    if process.returncode or said is None:
+        sys.exit(f"{' '.join(words)} failed")
+    return said, time.perf_counter() - begun
+
+
 def main() -> None:
     """Print a table."""
-    print("| shape | ranks | verdict, cold | again | a candidate: plan | price |\n|---|---|---|---|---|---|")
+    print("| shape | ranks | verdict, cold | with changes | again | with changes | a candidate: plan | price |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, ranks, overrides in SHAPES:
         with tempfile.TemporaryDirectory(prefix="meshwright-verdict-") as cache:
-            seconds = []
-            for _ in range(2):
-                begun = time.perf_counter()
-                command = [sys.executable, __file__, name, str(ranks), *overrides]
-                environment = {**os.environ, "XDG_CACHE_HOME": cache}
-                with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
-                    assert process.stdout is not None
-                    process.stdout.readline()
-                    seconds.append(time.perf_counter() - begun)
-                    costs = json.loads(process.stdout.read())
-                if process.returncode:
-                    sys.exit(f"{' '.join(command)} failed")
+            environment = {**os.environ, "XDG_CACHE_HOME": cache, "PYTHONUNBUFFERED": "1"}
+            seconds = [one for _ in range(2) for one in command(name, ranks, overrides, environment)]
+            words = [sys.executable, __file__, name, str(ranks), *overrides]
+            costs = json.loads(subprocess.run(words, env=environment, check=True, capture_output=True).stdout)
         shown = " ".join((name, *overrides))
         times = " | ".join(f"{one:.1f} s" for one in seconds)
         print(f"| {shown} | {ranks:,} | {times} | {costs['plan']:.0f} ms | {costs['price']:.0f} ms |", flush=True)
 
 
 if __name__ == "__main__":
-    forecast(sys.argv[1], int(sys.argv[2]), tuple(sys.argv[3:])) if len(sys.argv) > 1 else main()
+    candidate(sys.argv[1], int(sys.argv[2]), tuple(sys.argv[3:])) if len(sys.argv) > 1 else main()

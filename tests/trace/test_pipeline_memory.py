@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from maintain.tiny import TINY_MODELS
 from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.held.memory import MemoryForecast, memory_moments
@@ -58,6 +59,24 @@ def test_the_fullest_rank_of_a_pipeline(schedule: str, dp_shard: int, tmp_path: 
     real = run_ranks(peak_of_rank, 2 * dp_shard, config, store.directory)
     fullest = max(found.peak for found in forecasts(config, 2 * dp_shard))
     assert 0.96 * max(real) <= fullest <= 1.25 * max(real)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("family", "schedule"), [("nemotron_h", "1f1b"), ("nemotron_h", "zbv"), ("deepseek_v3", "1f1b")])
+def test_each_rank_of_a_pipeline_whose_layers_keep_different_things(family: str, schedule: str, tmp_path: Path) -> None:
+    """Each kind of layer counts with what it keeps, also where so few layers are there that a trace has all of them."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    model = {"model_type": family, **TINY_MODELS[family].config}
+    del model["vocab_size"]  # that of the corpus
+    config = tiny_run(
+        tmp_path, corpus, f"model.config={model}", "layout.pp=2", "layout.dp_shard=1",
+        f"parallel.pipeline.schedule={schedule}", "training.global_batch_size=16", "data.packing=pad",
+    )  # fmt: skip
+    _, _, store = prepare_run(config, 2)
+    real, found = run_ranks(peak_of_rank, 2, config, store.directory), forecasts(config, 2)
+    for rank in (0, 1):
+        peak = max(one.peak for one in found if one.rank == rank)
+        assert 0.96 * real[rank] <= peak <= 1.25 * real[rank]
 
 
 @pytest.mark.thorough

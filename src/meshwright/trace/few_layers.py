@@ -149,17 +149,29 @@ def kept_layers(traces: Traces) -> KeptLayers:
 
 def _kept_layers(traces: Traces) -> KeptLayers:
     kinds, first, slopes = traces.kinds, traces.first, slopes_of(traces)
-    moments, own = traces.moments(first), {kind: max(0, slope[LOSS][Kind.ACTIVATIONS]) for kind, slope in slopes.items()}
+    moments = traces.moments(first)
     run = {kind for name, kind in zip(traces.setup.plan.layers, kinds, strict=True) if traces.setup.plan.unit(name).forwards}
-    live = [kind for kind in kinds[:first] if kind in run]
-    own = own or dict.fromkeys(live, moments[LOSS][Kind.ACTIVATIONS] // len(live))
-    own = {kind: own.get(kind, max(own.values())) if kind in run else 0 for kind in kinds}
+    own = _grown(traces, Kind.ACTIVATIONS) | {kind: slope[LOSS][Kind.ACTIVATIONS] for kind, slope in slopes.items()}
+    own = {kind: max(0, own.get(kind, 0)) if kind in run else 0 for kind in kinds}
     outputs = {kind: _outputs(traces, place + 1) - _outputs(traces, place) for kind, place in traces.places.items()}
-    outputs = outputs or dict.fromkeys(live, _outputs(traces, first) // len(live))
-    outputs = {kind: outputs.get(kind, max(outputs.values())) if kind in run else 0 for kind in kinds}
+    outputs = _grown(traces, Kind.OUTPUTS) | outputs
+    outputs = {kind: outputs.get(kind, 0) if kind in run else 0 for kind in kinds}
     traced = sum(own[kind] for kind in kinds[:first])
     backward = (held[Kind.ACTIVATIONS] for name, held in moments.items() if name not in (LOSS, UPDATE, FORWARD))
     return KeptLayers(own, outputs, traced, max(0, max(backward, default=0) - traced))
+
+
+def _grown(traces: Traces, part: Kind) -> dict[int, int]:
+    """Return by how much a part grows with the forward of a layer of the smallest trace, by its kind: the mean of those.
+
+    The first and the last layer count only where no other one is of their kind: what enters them has other holders, too.
+    """
+    trace, found = traces.of(traces.first), dict[int, list[int]]()
+    placed = list(zip(trace.layers, traces.kinds, strict=False))
+    for name, kind in (*placed[1:-1], placed[0], placed[-1]):
+        if name in trace.step.noted and not (name in (trace.layers[0], trace.layers[-1]) and kind in found):
+            found.setdefault(kind, []).append(trace.step.noted[name].get(part, 0))
+    return {kind: sum(sizes) // len(sizes) for kind, sizes in found.items()}
 
 
 def _outputs(traces: Traces, layers: int) -> int:

@@ -112,9 +112,18 @@ class LiveBytes(TorchDispatchMode):
         self._most = sum(self.moments[moment].values()) if moment in self.moments else -1
         self._note_peak()
 
-    def note(self, name: str) -> None:
-        """Keep what is held now under a name, and the outputs of parameters until now."""
-        self.noted[name] = Counter({**self.by_kind, Kind.OUTPUTS: self.outputs})
+    @property
+    def now(self) -> Counter[Kind]:
+        """What is held now by kind, and the outputs of parameters until now."""
+        return Counter({**self.by_kind, Kind.OUTPUTS: self.outputs})
+
+    def note(self, name: str, before: Counter[Kind] | None = None) -> None:
+        """Keep what is held now under a name, or add by how much that is more than before."""
+        if before is None:
+            self.noted[name] = self.now
+        else:
+            known, now = self.noted.setdefault(name, Counter()), self.now
+            known.update({kind: now[kind] - before[kind] for kind in now})
 
     def __enter__(self) -> Self:
         self._resize, mode = torch.UntypedStorage.resize_, self

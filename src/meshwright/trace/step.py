@@ -6,7 +6,8 @@ so a step of a large model takes seconds on a laptop. Tokens are routed to exper
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.device import synchronize
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes, without_propagation
@@ -61,7 +63,8 @@ class StepTrace:
             the backward of each layer under its name, and ``update``.
         work: the same moments to the work of the rank by kind, of all microbatches.
         microbatches: number of microbatches of the step.
-        noted: the bytes by kind in the first microbatch, before the loss and after it.
+        noted: the bytes by kind in the first microbatch, before the loss and after it; and under the name of each layer, by how
+            much they grow with its forward.
         state: bytes of shards of parameters and of the optimizer's state, buffers, and the batches of all microbatches.
         batch: bytes of the batch of one microbatch.
         peak: the most bytes at once.
@@ -194,12 +197,11 @@ class _Step:
     batches: list[Batch]
 
     def __call__(self, *watching: LiveBytes | WorkCounter) -> None:
-        first = True
+        first, live = True, [one for one in watching if isinstance(one, LiveBytes)]
 
         def note(name: str) -> None:
-            for one in watching if first else ():
-                if isinstance(one, LiveBytes):
-                    one.note(name)
+            for one in live if first else ():
+                one.note(name)
 
         def begin(moment: str) -> None:
             for one in watching:
@@ -213,7 +215,8 @@ class _Step:
         with hooked(handles):
             for _, batch in self.sync.microbatches(self._prepared(begin)):
                 begin(FORWARD)
-                terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
+                with hooked(hook for one in live if first for hook in _noting(layers, one)):
+                    terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
                 note(AFTER_LOSS)
                 first = False
                 loss = sum(terms)  # at least one term
@@ -300,6 +303,26 @@ def _words(setup: RunSetup) -> int:
     vocabulary: int = setup.model.config.get_text_config().vocab_size
     sliced = any(row.exit is Move.VOCABULARY for row in setup.plan.tensor_parallel)
     return -(-vocabulary // setup.layout.size("tp")) if sliced else vocabulary
+
+
+def _noting(layers: Sequence[tuple[str, nn.Module]], live: LiveBytes) -> Iterator[RemovableHandle]:
+    """Yield hooks that note by how much what is held grows with the forward of each layer, all its runs together.
+
+    A layer's own ends as the next one begins: only then its caller lets go of what entered it.
+    """
+    before: dict[str, Counter[Kind]] = {}
+
+    def begin(name: str, previous: str) -> None:
+        if previous in before:
+            live.note(previous, before.pop(previous))
+        before[name] = live.now
+
+    def end(name: str) -> None:
+        live.note(name, before.pop(name))
+
+    for (name, layer), (previous, _) in zip(layers, (("", layers[0][1]), *layers), strict=False):
+        yield layer.register_forward_pre_hook(lambda *_, name=name, previous=previous: begin(name, previous))
+    yield layers[-1][1].register_forward_hook(lambda *_: end(layers[-1][0]))
 
 
 def _announce(name: str, begin: Any, *, last: bool) -> Any:
