@@ -1,7 +1,7 @@
 """Traces of the first layers of a run, and how what a rank holds grows with each further layer of a kind."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -151,7 +151,10 @@ def _kept_layers(traces: Traces) -> KeptLayers:
     kinds, first, slopes = traces.kinds, traces.first, slopes_of(traces)
     moments = traces.moments(first)
     run = {kind for name, kind in zip(traces.setup.plan.layers, kinds, strict=True) if traces.setup.plan.unit(name).forwards}
-    own = _grown(traces, Kind.ACTIVATIONS) | {kind: slope[LOSS][Kind.ACTIVATIONS] for kind, slope in slopes.items()}
+    own = _grown(traces, Kind.ACTIVATIONS)
+    if not slopes:  # what is held around layers is shared by all of them, too
+        own = _shared(own, moments[LOSS][Kind.ACTIVATIONS], [kind for kind in kinds[:first] if kind in run])
+    own |= {kind: slope[LOSS][Kind.ACTIVATIONS] for kind, slope in slopes.items()}
     own = {kind: max(0, own.get(kind, 0)) if kind in run else 0 for kind in kinds}
     outputs = {kind: _outputs(traces, place + 1) - _outputs(traces, place) for kind, place in traces.places.items()}
     outputs = _grown(traces, Kind.OUTPUTS) | outputs
@@ -172,6 +175,12 @@ def _grown(traces: Traces, part: Kind) -> dict[int, int]:
         if name in trace.step.noted and not (name in (trace.layers[0], trace.layers[-1]) and kind in found):
             found.setdefault(kind, []).append(trace.step.noted[name].get(part, 0))
     return {kind: sum(sizes) // len(sizes) for kind, sizes in found.items()}
+
+
+def _shared(sizes: Mapping[int, int], whole: int, kinds: Sequence[int]) -> dict[int, int]:
+    """Return a share of a whole for each kind, as large among those of all layers as its size is."""
+    total = sum(max(0, sizes[kind]) for kind in kinds)
+    return {kind: max(0, sizes[kind]) * whole // total if total else whole // len(kinds) for kind in kinds}
 
 
 def _outputs(traces: Traces, layers: int) -> int:

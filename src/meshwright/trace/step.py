@@ -308,21 +308,24 @@ def _words(setup: RunSetup) -> int:
 def _noting(layers: Sequence[tuple[str, nn.Module]], live: LiveBytes) -> Iterator[RemovableHandle]:
     """Yield hooks that note by how much what is held grows with the forward of each layer, all its runs together.
 
-    A layer's own ends as the next one begins: only then its caller lets go of what entered it.
+    What entered a layer is let go of only as the layer after it begins, which is noted for it, too.
     """
-    before: dict[str, Counter[Kind]] = {}
+    begun: dict[str, Counter[Kind]] = {}
+    ended: dict[str, Counter[Kind]] = {}  # the layer that ran last
 
     def begin(name: str, previous: str) -> None:
-        if previous in before:
-            live.note(previous, before.pop(previous))
-        before[name] = live.now
+        if previous in ended:
+            live.note(previous, ended.pop(previous))
+        begun[name] = live.now
 
     def end(name: str) -> None:
-        live.note(name, before.pop(name))
+        live.note(name, begun[name])
+        ended.clear()
+        ended[name] = live.now
 
-    for (name, layer), (previous, _) in zip(layers, (("", layers[0][1]), *layers), strict=False):
+    for (name, layer), previous in zip(layers, ("", *(name for name, _ in layers)), strict=False):
         yield layer.register_forward_pre_hook(lambda *_, name=name, previous=previous: begin(name, previous))
-    yield layers[-1][1].register_forward_hook(lambda *_: end(layers[-1][0]))
+        yield layer.register_forward_hook(lambda *_, name=name: end(name))
 
 
 def _announce(name: str, begin: Any, *, last: bool) -> Any:
