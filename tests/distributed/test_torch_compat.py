@@ -22,6 +22,8 @@ FILES = sorted(file for file in ROOM.glob("*.py") if file.stem not in ("__init__
 OURS = {
     "_meshwright", "_meshwright_course", "at_end", "data_group", "fresh", "ran", "runs", "say", "single", "splits", "stays",
     "tell", "used", "BACKWARD", "FORWARD", "REDUCTION",
+    "_operators", "_results", "run",
+    "_frozen", "_kinds", "_made", "_without_values", "_wrap", "again", "base", "of", "offset", "size",
 }  # fmt: skip
 """Attributes of Meshwright's own classes, or put on those of torch."""
 
@@ -35,6 +37,8 @@ DOCUMENTED = {
     "get_device_module", "memory",
     "flatten", "get_coordinate",
     "empty_like", "from_local", "step", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
+    "Size", "Tag", "data_dependent_output", "dynamic_output_shape", "empty", "empty_strided", "is_complex", "is_meta", "layout",
+    "namespace", "nbytes", "set_", "shape", "storage_offset", "stride", "strided",
 }  # fmt: skip
 """Public names of torch, and the ways to modules that hold private ones."""
 
@@ -84,6 +88,7 @@ OPTIONAL = {
     "_initialize_stages": "of pipelining, which is looked up as it is used",
     "_step_microbatches": "of pipelining, which is looked up as it is used",
     "_schema": "a higher-order operator has none",
+    **dict.fromkeys(("arguments", "returns", "type", "alias_info", "is_write"), "of an operator's schema"),
     "_world": "of the flight recorder's report, which does without",
     "pg_names": "of the flight recorder's report, which does without",
     "pg_group_ranks": "of the flight recorder's report, which does without",
