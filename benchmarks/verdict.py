@@ -1,11 +1,14 @@
 """How long a verdict takes, cold and with kept traces, and what one more candidate of a search costs.
 
     taskset -c 0 python benchmarks/verdict.py
+    taskset -c 0 python benchmarks/verdict.py --against CHECKOUT
 
 Each shape is given to `meshwright plan --gpu h100` twice. The first time no trace is kept, the second time those of the first
 are. Seconds are from the start of Python to the verdict, and to the end: then the changes that save most time are priced, too.
 In another process, the run is then planned and priced with 3 to 10 times the replicas, as a search does with each candidate:
 medians. The first two do not count: they make traces.
+
+With another checkout of Meshwright, two shapes are given to both in turn, in two rounds; the least of each time is printed.
 """
 
 import json
@@ -89,5 +92,26 @@ def main() -> None:
         print(f"| {shown} | {ranks:,} | {times} | {costs['plan']:.0f} ms | {costs['price']:.0f} ms |", flush=True)
 
 
+def compare(checkout: Path, rounds: int = 2) -> None:
+    """Print a table of both."""
+    print("| shape | code | verdict, cold | with changes | again | with changes |\n|---|---|---|---|---|---|")
+    for name, ranks, overrides in SHAPES[2:4]:
+        found: dict[str, list[list[float]]] = {"other": [], "own": []}
+        for _ in range(rounds):
+            for label, root in (("other", checkout), ("own", Path(__file__).parents[1])):
+                with tempfile.TemporaryDirectory(prefix="meshwright-verdict-") as cache:
+                    paths = {"XDG_CACHE_HOME": cache, "PYTHONPATH": str(root / "src")}
+                    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **paths}
+                    found[label].append([one for _ in range(2) for one in command(name, ranks, overrides, environment)])
+        for label, times in found.items():
+            least = " | ".join(f"{min(column):.1f} s" for column in zip(*times, strict=True))
+            print(f"| {' '.join((name, *overrides))} | {label} | {least} |", flush=True)
+
+
 if __name__ == "__main__":
-    candidate(sys.argv[1], int(sys.argv[2]), tuple(sys.argv[3:])) if len(sys.argv) > 1 else main()
+    if sys.argv[1:2] == ["--against"]:
+        compare(Path(sys.argv[2]).resolve())
+    elif len(sys.argv) > 1:
+        candidate(sys.argv[1], int(sys.argv[2]), tuple(sys.argv[3:]))
+    else:
+        main()

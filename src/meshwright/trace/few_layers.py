@@ -155,10 +155,10 @@ def _kept_layers(traces: Traces) -> KeptLayers:
     if not slopes:  # what is held around layers is shared by all of them, too
         own = _shared(own, moments[LOSS][Kind.ACTIVATIONS], [kind for kind in kinds[:first] if kind in run])
     own |= {kind: slope[LOSS][Kind.ACTIVATIONS] for kind, slope in slopes.items()}
-    own = {kind: max(0, own.get(kind, 0)) if kind in run else 0 for kind in kinds}
+    own = {kind: max(0, own.get(kind, max(own.values(), default=0))) if kind in run else 0 for kind in kinds}
     outputs = {kind: _outputs(traces, place + 1) - _outputs(traces, place) for kind, place in traces.places.items()}
     outputs = _grown(traces, Kind.OUTPUTS) | outputs
-    outputs = {kind: outputs.get(kind, 0) if kind in run else 0 for kind in kinds}
+    outputs = {kind: outputs.get(kind, max(outputs.values(), default=0)) if kind in run else 0 for kind in kinds}
     traced = sum(own[kind] for kind in kinds[:first])
     backward = (held[Kind.ACTIVATIONS] for name, held in moments.items() if name not in (LOSS, UPDATE, FORWARD))
     return KeptLayers(own, outputs, traced, max(0, max(backward, default=0) - traced))
@@ -178,9 +178,13 @@ def _grown(traces: Traces, part: Kind) -> dict[int, int]:
 
 
 def _shared(sizes: Mapping[int, int], whole: int, kinds: Sequence[int]) -> dict[int, int]:
-    """Return a share of a whole for each kind, as large among those of all layers as its size is."""
-    total = sum(max(0, sizes[kind]) for kind in kinds)
-    return {kind: max(0, sizes[kind]) * whole // total if total else whole // len(kinds) for kind in kinds}
+    """Return a share of a whole for each kind, as large among those of all layers as its size is.
+
+    A kind without a size, of which no layer ran in the trace, is as large as the largest.
+    """
+    known = {kind: max(0, sizes.get(kind, max(sizes.values(), default=0))) for kind in kinds}
+    total = sum(known[kind] for kind in kinds)
+    return {kind: size * whole // total if total else whole // len(kinds) for kind, size in known.items()}
 
 
 def _outputs(traces: Traces, layers: int) -> int:
