@@ -1,6 +1,7 @@
 """Which matrices get an adapter, what is frozen and in which dtype, and what is refused."""
 
 import copy
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,15 @@ def test_weights_that_other_code_reads_are_found() -> None:
     found = read_by_others(nn.Sequential(Reader()))
     linear = {f"0.{name}" for name, module in Reader().named_modules() if isinstance(module, nn.Linear)}
     assert found & linear == {"0.read", "0.passed", "0.named", "0.inner.deep", "0.entries.0", "0.walked.0"}
+
+
+def test_a_method_around_what_is_not_python_is_passed_over() -> None:
+    class Kernel(Reader):
+        """Of a method that wraps a partial, as kernels do, no source can be read."""
+
+        wrapped = functools.wraps(functools.partial(apply_linear))(lambda self, x: x @ self.called.weight)
+
+    assert read_by_others(Kernel()) == read_by_others(Reader())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Results of operators on tensors without values, which are not found again for the same shapes.
 
 Torch finds the shape of most results in Python. That takes longer than all else of a trace, and the layers of a model ask for
-the same ones over and over. The cache of torch's fake tensors keeps more kinds of results, and takes twice the time.
+the same ones over and over. The cache of torch's fake tensors keeps more kinds of results, and takes longer.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -45,7 +45,8 @@ def _reads(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of attributes whose weight or bias the methods of a class read."""
     found: set[str] = set()
     for function in _methods(kind):
-        if not _names_some(inspect.unwrap(function).__code__):
+        code = getattr(inspect.unwrap(function), "__code__", None)  # a partial has none, nor has what is not Python
+        if code is not None and not _names_some(code):
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))

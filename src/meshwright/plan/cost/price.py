@@ -66,6 +66,8 @@ def fullest_rank(plan: ShardingPlan) -> int:
 
 
 def _fullest_rank(plan: ShardingPlan) -> int:
+    if not plan.stages:
+        return 0
     stored: Counter[int] = Counter()  # by stage
     for row in plan.parameters:
         size = (1 + row.trainable) * row.bytes_per_rank + state_bytes(plan, row)

@@ -47,7 +47,10 @@ def within(name: str, modules: Collection[str]) -> bool:
 
 def nearest(name: str, modules: Collection[str]) -> str:
     """Return the innermost of some modules that a name is inside of; the root, whose name is empty, if there is none."""
-    return next((holder for holder in holders_of(name) if holder in modules), "")
+    for holder in holders_of(name):  # the most frequent question of a plan: a generator takes longer
+        if holder in modules:
+            return holder
+    return ""
 
 
 def outermost(name: str, modules: Collection[str]) -> str:

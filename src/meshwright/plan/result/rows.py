@@ -1,7 +1,6 @@
 """The rows of a plan: what becomes of each parameter, unit, module under tensor parallel, mixture, attention and stage."""
 
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.plan.axes.tensor.move_kinds import Move
@@ -198,11 +197,6 @@ class TensorParallelRow:
     def name(self) -> str:
         """The name of the module."""
         return self.module
-
-    @cached_property
-    def anonymous(self) -> "TensorParallelRow":
-        """The same row without the name of the module, to count modules that are alike."""
-        return replace(self, module="")
 
 
 @dataclass(frozen=True)

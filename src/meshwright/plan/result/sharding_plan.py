@@ -49,6 +49,8 @@ EXPERTS = "experts"
 ADDED = "added"
 """Kind of the units that an objective added to the model, and calls."""
 
+_ITEMSIZES = {**DTYPES, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int64": 8, "int32": 4, "bool": 1}
+
 NO_PROGRAM = "the plan has no program: it is of an earlier version of Meshwright, or for prices; make it anew with resolve()"
 """What is wrong with a plan that has rows only."""
 
@@ -307,5 +309,4 @@ def bytes_of(numel: int, dtype: str) -> int:
 
 def itemsize(dtype: str) -> int:
     """Return the bytes of one element."""
-    sizes = {**DTYPES, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int64": 8, "int32": 4, "bool": 1}
-    return sizes[dtype]
+    return _ITEMSIZES[dtype]

@@ -90,6 +90,7 @@ def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
     """
     trained = [row for row in rows if row.trainable]
     parts = layer_groups(plan)
+    holders = {unit.name for unit in parts.around}
     units = {unit.name: unit for unit in plan.fsdp_units}
     first_layer = next((index for index, row in enumerate(trained) if units[row.unit].kind == "layer"), 0)
     waiting = 0  # held through all of backward
@@ -98,7 +99,7 @@ def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
     written: dict[str, int] = {}  # by unit, for units that reduce right after their own backward
     copies = _copies(plan)
     for index, row in enumerate(trained):
-        around = units[row.unit] in parts.around
+        around = row.unit in holders
         shared = len(plan.parts(units[row.unit])) > 1
         if row.aliases and not any(unit.twin_of and unit.twin_of == row.unit for unit in plan.units):
             doubled = max(doubled, 2 * row.gathered_bytes)

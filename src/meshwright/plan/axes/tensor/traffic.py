@@ -1,6 +1,10 @@
 """What tensor parallel costs to communicate: the collectives of each move, their number and their bytes."""
 
 from collections import Counter
+from collections.abc import Hashable
+from dataclasses import fields
+from operator import attrgetter
+from typing import NamedTuple
 
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import NORM
@@ -24,6 +28,8 @@ MOVED = {
 }
 """The collective of each move in forward, and in backward."""
 
+_BESIDE_NAME = attrgetter(*(item.name for item in fields(TensorParallelRow) if item.name != "module"))
+
 LOSS_PARALLEL = 2
 """Number of all-reduces of a cross-entropy over a sharded vocabulary: one for the largest logit, then one for sums."""
 
@@ -35,7 +41,7 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     collectives, recomputation has more.
     """
     counts: Counter[str] = Counter()
-    for (row, _, (forwards, backwards), chunks), rows in plan.once(_alike).items():
+    for row, _, (forwards, backwards), chunks, rows in plan.once(_alike):
         of_row: Counter[str] = Counter()
         # Two tensors enter experts: the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
@@ -60,7 +66,7 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
     """
     options, tp = plan.options, plan.layout.size("tp")
     sizes: Counter[str] = Counter()
-    for (row, summed, runs, chunks), rows in plan.once(_alike).items():
+    for row, summed, runs, chunks, rows in plan.once(_alike):
         of_row: Counter[str] = Counter()
         enters, leaves = row.features
         weights = options.experts_of_token or 0 if row.style == "moe_tp_experts" else 0
@@ -84,14 +90,32 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
     return sizes
 
 
-def _alike(plan: ShardingPlan) -> Counter[tuple[TensorParallelRow, tuple[int, ...], tuple[int, int], int]]:
-    """Count the rows that are alike: each without its module, with the elements of each parameter whose gradients it sums, and
-    with its runs in a microbatch and its chunks.
+class _Alike(NamedTuple):
+    """Modules of which rows say the same beside names.
+
+    Attributes:
+        row: the row of the first one.
+        summed: the elements of each parameter whose gradients it sums.
+        runs: forwards and backwards in a microbatch.
+        chunks: chunks of the loss.
+        rows: number of the modules.
     """
-    alike: Counter[tuple[TensorParallelRow, tuple[int, ...], tuple[int, int], int]] = Counter()
-    elements = {name: row.numel for row in plan.parameters for name in (row.name, *row.aliases)}
+
+    row: TensorParallelRow
+    summed: tuple[int, ...]
+    runs: tuple[int, int]
+    chunks: int
+    rows: int
+
+
+def _alike(plan: ShardingPlan) -> list[_Alike]:
+    """Return the modules that compute with slices or have a move, each kind once."""
+    asked = {f"{row.module}.{name}" for row in plan.tensor_parallel for name in row.sums}
+    elements = {name: row.numel for row in plan.parameters for name in (row.name, *row.aliases) if name in asked}
+    alike: dict[Hashable, list[tuple[TensorParallelRow, tuple[int, ...], tuple[int, int], int]]] = {}
     for row in plan.tensor_parallel:
         summed = tuple(elements.get(f"{row.module}.{name}", 0) for name in row.sums)
         chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
-        alike[row.anonymous, summed, plan.runs(row.module), chunks] += 1
-    return alike
+        one = (row, summed, plan.runs(row.module), chunks)
+        alike.setdefault((_BESIDE_NAME(row), *one[1:]), []).append(one)
+    return [_Alike(*same[0], len(same)) for same in alike.values()]
