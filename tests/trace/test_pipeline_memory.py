@@ -8,7 +8,7 @@ from torch import nn
 
 from maintain.tiny import TINY_MODELS
 from meshwright.distributed.pipeline.stage_parts import models_of
-from meshwright.trace.few_layers import Traces, _shared
+from meshwright.trace.few_layers import Traces
 from meshwright.trace.held.memory import MemoryForecast, memory_moments
 from meshwright.trace.live import LiveBytes
 from meshwright.train.config import RunConfig
@@ -77,12 +77,6 @@ def test_each_rank_of_a_pipeline_whose_layers_keep_different_things(family: str,
     for rank in (0, 1):
         peak = max(one.peak for one in found if one.rank == rank)
         assert 0.96 * real[rank] <= peak <= 1.25 * real[rank]
-
-
-def test_a_kind_of_which_no_layer_ran_in_the_trace_counts_as_the_largest() -> None:
-    """As with a layer that a model leaves out at random."""
-    assert _shared({0: 10, 1: 30}, 140, [0, 1, 2]) == {0: 20, 1: 60, 2: 60}
-    assert _shared({}, 90, [0, 0, 1]) == {0: 30, 1: 30}
 
 
 @pytest.mark.thorough

@@ -11,6 +11,7 @@ from meshwright.plan.cost.hardware import load_hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.layer_work import PER_OPERATOR, PER_UNIT, PER_UNIT_AND_STEP, SHAPES, WATCHED, LayerWork, Rates
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
 from meshwright.trace.time import TimeForecast, forecast_time
@@ -82,8 +83,7 @@ def test_a_few_layers_say_the_time_of_many() -> None:
 
     def of_all(_: int) -> TimeForecast:
         traces = Traces(setup)
-        traces.of(9)
-        type(traces).first = 9  # type: ignore[assignment, misc]  # all layers are traced, and the last one compared
+        traces.first = 9  # all layers are traced
         return forecast_time(setup, H100, traces)
 
     (whole,) = run_ranks(of_all, 1, group=False)
@@ -196,17 +196,22 @@ def test_operations_by_formula_and_by_trace(family: str) -> None:
     assert formula == pytest.approx(counted * 2 * setup.plan.options.microbatches, rel=0.02)
 
 
-def test_layers_that_only_come_first_need_no_trace_of_their_own() -> None:
-    """The dense layer of DeepSeek-V3 counts as the mixtures after it: two traces, which differ by one of these."""
+def test_one_trace_tells_the_work_of_each_kind_of_layer() -> None:
+    """DeepSeek-V3 begins with a dense layer. Experts of a mixture compute more than it does here."""
     setup = setup_of(2, "deepseek_v3", layers=9)
 
-    def numbers(_: int) -> list[int]:
+    def found(_: int) -> tuple[int, list[float], list[float]]:
+        store = TraceStore(setup)
+        few = LayerWork.of(Traces(setup, store=store))
         traces = Traces(setup)
-        forecast_time(setup, H100, traces)
-        return sorted(traces.made)
+        traces.first = 9
+        whole = LayerWork.of(traces)
+        dense, mixture = ([work.layers[kind][Work.MOVED] for work in (few, whole)] for kind in (0, 1))
+        return store.made, dense, mixture
 
-    ((fewer, more),) = run_ranks(numbers, 1, group=False)
-    assert more == fewer + 1
+    ((made, dense, mixture),) = run_ranks(found, 1, group=False)
+    assert made <= 1
+    assert dense[0] == dense[1] != mixture[0] == mixture[1]
 
 
 def test_what_is_frozen_has_no_gradient_of_its_own() -> None:
@@ -219,11 +224,11 @@ def test_what_is_frozen_has_no_gradient_of_its_own() -> None:
 
 @pytest.mark.thorough
 def test_compute_by_kind_of_layer() -> None:
-    """DeepSeek-V3 begins with a dense layer, which is not told apart from what is outside of layers."""
+    """DeepSeek-V3 begins with a dense layer."""
     found = forecast(setup_of(2, "deepseek_v3", layers=6))
     compute = sum(found.parts[name] for name in ("products", "attention", "elementwise"))
     assert sum(found.layers.values()) == pytest.approx(compute)
-    assert list(found.layers) == ["5 x model.layers.1", "the rest"]
+    assert list(found.layers) == ["1 x model.layers.0", "5 x model.layers.1", "the rest"]
     assert all(seconds > 0 for seconds in found.layers.values())
     stages = forecast(setup_of(2, layers=8, layout={"pp": 2}))
     assert next(label.partition(" x ")[0] for label in stages.layers) == "4"

@@ -198,8 +198,9 @@ class Numbers:
         """The products of the output head and the loss, in those of the layer that has the fewest."""
         run = self._run(Layout(dp_shard=1).resolve(1), ((MODE, ActivationCheckpointing.NONE),))
         whole, kinds = LayerWork.of(Traces(run, store=self.store)), (Work.PRODUCTS, Work.PRODUCTS_FP32)
-        least = min(sum(work[kind] for kind in kinds) for work in whole.layers.values())
-        return sum(whole.loss[kind] for kind in kinds) / max(1, least)
+        of_layers = (sum(work[kind] for kind in kinds) for work in whole.layers.values())
+        least = min((products for products in of_layers if products), default=1)  # a layer that does not run has none
+        return sum(whole.loss[kind] for kind in kinds) / least
 
     def attention_of_parts(self, ranks: int) -> float:
         """Return the least that all ranks of `cp` compute of the attention that one rank computes.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.layout import Layout
 from meshwright.models.added_modules import add_modules
-from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import build_on_meta
 from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.given.names import nearest
@@ -19,7 +18,7 @@ from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
 from meshwright.shrink.kinds import with_layers
 from meshwright.train.start.run_plan import with_canvases
-from meshwright.train.start.setup import RunSetup
+from meshwright.train.start.setup import RunSetup, spec_of_run
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -107,7 +106,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
     model = build_on_meta(
         run.model, _config(setup, layers), adapter=run.adapter, param_dtype=run.parallel.param_dtype, planning=True
     )
-    spec = get_parallelization_strategy(model).spec(model, setup.config.parallel.param_dtype)
+    spec = spec_of_run(run, model)
     spec = with_canvases(add_modules(spec, model, setup.objective.added, setup.objective.module_runs), setup.objective)
     small = resolve(spec, model, layout, options_of_fewer(setup, layers))
     config = run.model_copy(update={"optimizer": run.optimizer.as_adamw.model_copy(update={"groups": []})})

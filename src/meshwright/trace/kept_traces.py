@@ -6,11 +6,13 @@ of data ranks, of stages, of layers, nor on devices, and layouts of a search sha
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.files import write_shared
 from meshwright.models._transformers_compat import attention_of
@@ -28,6 +30,9 @@ __all__ = ["SmallTrace", "TraceStore"]
 
 _ELSEWHERE = ("output", "layout", "parallel", "optimizer", "schedule", "checkpoint", "launch", "metrics", "callbacks", "sample")
 """Sections of the configuration that a trace does not depend on, or that are in its layout and its options."""
+
+
+T = TypeVar("T", bound=StrEnum)
 
 
 @dataclass(frozen=True)
@@ -70,21 +75,25 @@ class SmallTrace:
         """
         content = json.loads(text)
         step = content.pop("step")
-        moments, noted = (
-            {name: {Kind(key): int(size) for key, size in held.items()} for name, held in step[kind].items()}
-            for kind in ("moments", "noted")
+        found = StepTrace(
+            moments=_read(step["moments"], Kind),
+            work=_read(step["work"], Work),
+            noted=_read(step["noted"], Kind),
+            of_layers={name: _read(layers, Kind) for name, layers in step["of_layers"].items()},
+            forwards=_read(step["forwards"], Work),
+            together=_read({"": step["together"]}, Work)[""],
+            **{name: int(step[name]) for name in ("microbatches", "state", "batch", "peak")},
         )
-        work = {name: {Work(key): int(size) for key, size in done.items()} for name, done in step["work"].items()}
-        sizes = {name: int(step[name]) for name in ("microbatches", "state", "batch", "peak")}
-        step = StepTrace(moments=moments, work=work, noted=noted, **sizes)
-        return cls(step, tuple(map(str, content.pop("layers"))), **{name: int(size) for name, size in content.items()})
+        return cls(found, tuple(map(str, content.pop("layers"))), **{name: int(size) for name, size in content.items()})
 
     def to_json(self) -> str:
         """Return the trace as text."""
-        step = vars(self.step) | {
-            name: {one: dict(of) for one, of in vars(self.step)[name].items()} for name in ("moments", "noted", "work")
-        }
-        return json.dumps({**vars(self), "step": step})
+        return json.dumps({**vars(self), "step": vars(self.step)})
+
+
+def _read(text: Mapping[str, Mapping[str, Any]], kind: type[T]) -> dict[str, dict[T, int]]:
+    """Return bytes or work by kind of some names."""
+    return {name: {kind(key): int(size) for key, size in held.items()} for name, held in text.items()}
 
 
 class TraceStore:

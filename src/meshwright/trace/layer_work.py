@@ -1,7 +1,7 @@
 """The work of a rank by layers, from traces of a few, and the seconds that it takes on a device."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
@@ -10,7 +10,7 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.names import nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
-from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
+from meshwright.trace.step import LOSS, UPDATE
 from meshwright.trace.work import Work
 from meshwright.train.start.setup import RunSetup
 
@@ -100,7 +100,6 @@ class LayerWork:
         rest: the work outside of layers.
         loss: what of it is that of the output head and the loss.
         kinds: the kind of each layer.
-        known: kinds whose work was told apart; that of the others is between the rest and the layers.
     """
 
     layers: Mapping[int, Counter[Work]]
@@ -108,36 +107,26 @@ class LayerWork:
     rest: Counter[Work]
     loss: Counter[Work]
     kinds: Mapping[str, int]
-    known: frozenset[int]
 
     @classmethod
     def of(cls, traces: Traces) -> "LayerWork":
-        """Read the work from traces: a layer's is by how much that of one more layer is larger."""
-        plan, kinds, first = traces.setup.plan, traces.kinds, traces.first
+        """Read the work from the trace: a layer's is that of the traced layer which stands for it."""
+        plan, kinds = traces.setup.plan, traces.kinds
         layers_of_units = Counter(nearest(f"{unit.name}.", set(plan.layers)) for unit in plan.fsdp_units)
         units, outside = [layers_of_units[layer] for layer in plan.layers], layers_of_units[""]
-        layers, forward = {}, {}
-        whole = _microbatch_work(traces.of(first).step)
-        names = dict(zip(plan.layers, kinds, strict=True))
-        if first == len(kinds):  # all of them were traced, and count alike
-            each, own = ({kind: value / first for kind, value in work.items()} for work in (_sum(whole), whole[FORWARD]))
-            loss_work = {kind: value / first for kind, value in whole[LOSS].items()}
-            alike = Counter({kind: each.get(kind, 0) - loss_work.get(kind, 0) for kind in Work})
-            alike[Work.UNITS] = sum(units) / first  # type: ignore[assignment]
-            forward = {kind: Counter(own) for kind in kinds}
-            rest = Counter({**whole[LOSS], Work.UNITS: outside})
-            return cls(dict.fromkeys(kinds, alike), forward, rest, whole[LOSS], names, frozenset(kinds))
-        for kind in set(kinds):
-            place = traces.place_of(kind)
-            more, fewer = (_microbatch_work(traces.of(number).step) for number in (place + 1, place))
-            forward[kind] = _difference(more[FORWARD], fewer[FORWARD])
-            layers[kind] = _difference(_sum(more), _sum(fewer))
+        step = traces.trace.step
+        whole, forwards = (_microbatch_work(work, step.microbatches) for work in (step.work, step.forwards))
+        forward = {kind: forwards.get(traces.examples.get(kind, ""), Counter()) for kind in kinds}
+        layers, rest = {}, _sum(whole.values())
+        for kind in forward:
+            layers[kind] = _sum((forward[kind], whole.get(traces.examples.get(kind, ""), Counter())))
+            own = {one: int(traces.shares[kind] * value) / step.microbatches for one, value in step.together.items()}
+            layers[kind] = _sum((layers[kind], Counter(own)))
             layers[kind][Work.UNITS] = units[kinds.index(kind)]
-        rest = _sum(whole)
-        for kind in kinds[:first]:
+        for kind in kinds[: traces.first]:
             rest = _difference(rest, layers[kind])
         rest[Work.UNITS] = outside
-        return cls(layers, forward, rest, whole[LOSS], names, frozenset(kinds[first:]))
+        return cls(layers, forward, rest, whole[LOSS], dict(zip(plan.layers, kinds, strict=True)))
 
     def on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp`."""
@@ -171,15 +160,14 @@ class LayerWork:
         names = layers_on(plan, stages_of_rank(plan, rank))
         alike: dict[int, list[str]] = {}
         for name in names:
-            if self.kinds[name] in self.known:
-                alike.setdefault(self.kinds[name], []).append(name)
+            alike.setdefault(self.kinds[name], []).append(name)
         found = {
             f"{len(same_layers)} x {same_layers[0]}": Counter(
                 {one: value * len(same_layers) for one, value in self.layers[kind].items()}
             )
             for kind, same_layers in alike.items()
         }
-        return {**found, "the rest": _difference(self.on_rank(plan, rank), _sum(found))}
+        return {**found, "the rest": _difference(self.on_rank(plan, rank), _sum(found.values()))}
 
     def whole_model(self) -> float:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
@@ -194,18 +182,18 @@ def layers_on(plan: ShardingPlan, stages: Sequence[int]) -> list[str]:
     return list(dict.fromkeys(name for stage in stages for name in plan.stages[stage].layers))
 
 
-def _microbatch_work(trace: StepTrace) -> dict[str, Counter[Work]]:
-    """Return the work of one microbatch, by moment, without the update."""
+def _microbatch_work(work: Mapping[str, Mapping[Work, int]], microbatches: int) -> dict[str, Counter[Work]]:
+    """Return the work of one microbatch, by moment or by layer, without the update."""
     return {
-        name: Counter({kind: value / trace.microbatches for kind, value in work.items()})
-        for name, work in trace.work.items()
+        name: Counter({kind: value / microbatches for kind, value in done.items()})
+        for name, done in work.items()
         if name != UPDATE
     }
 
 
-def _sum(work: Mapping[str, Counter[Work]]) -> Counter[Work]:
+def _sum(works: Iterable[Counter[Work]]) -> Counter[Work]:
     total: Counter[Work] = Counter()
-    for one in work.values():
+    for one in works:
         total.update(one)
     return total
 

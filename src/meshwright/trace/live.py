@@ -7,11 +7,12 @@ keeps) is not in it, nor is memory that an operator takes and gives back within 
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Self
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -20,10 +21,13 @@ from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.trace.work import WorkCounter
 
-__all__ = ["Kind", "LiveBytes"]
+__all__ = ["TOGETHER", "Held", "Kind", "LiveBytes", "by_kind", "by_layer"]
 
 DEVICE = torch.ops.prim.device.default
 """How a fake tensor is asked for its device."""
+
+_OF_GROUP = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+"""Methods of FSDP2's `FSDPParamGroup` in which memory of a unit is made: gathered parameters, added and reduced gradients."""
 
 SETTLE_SECONDS, SETTLE_BYTES = 0.25, 2**20
 """Threads of gloo let go of the buffers of a collective a moment after it is through, on a busy machine a long one: so long a
@@ -58,12 +62,37 @@ class Kind(StrEnum):
     """All the rest: what backward needs, and what lives for a moment."""
 
 
+TOGETHER = "together"
+"""Stands in place of a layer for what a unit that holds parameters of many layers gathers and reduces."""
+
+Held = Mapping[tuple[str, Kind], int]
+"""Bytes by the layer in whose forward or backward they came to be, and by what they are for; outside of layers, it is empty."""
+
+
+def by_kind(held: Held) -> Counter[Kind]:
+    """Return what is held by what it is for."""
+    found: Counter[Kind] = Counter()
+    for (_, kind), size in held.items():
+        found[kind] += size
+    return found
+
+
+def by_layer(held: Held) -> dict[str, Counter[Kind]]:
+    """Return what is held by layers, and by what it is for."""
+    found: dict[str, Counter[Kind]] = {}
+    for (layer, kind), size in held.items():
+        if layer:
+            found.setdefault(layer, Counter())[kind] += size
+    return found
+
+
 class LiveBytes(TorchDispatchMode):
     """Inside, storages are known from the operator that made them until they die; FSDP's resizing of them is followed.
 
     Args:
         model: with FSDP units; what it holds is known from the start.
         others: more tensors that are there already, such as those of an optimizer.
+        together: units that hold parameters of many layers.
         settle: believe a new peak only after other threads had a moment to let go of what they used.
         words: number of words that this rank has logits of; 0: logits are not told apart.
         work: counts the work of every operator, as it does as a mode of its own; ``None``: it is not counted.
@@ -73,10 +102,9 @@ class LiveBytes(TorchDispatchMode):
         gathered: the most bytes of gathered parameters at once, those that are on their way included.
         gradients: the most bytes of unsharded gradients at once: of matrices that backward made in the shape of a parameter.
             Those that wait for a second backward are in no module, but in autograd.
-        by_kind: bytes now, by what they are for.
-        moments: name of each moment to the bytes by kind when it held the most (:meth:`begin`).
-        outputs: bytes of what operators made of parameters in forward.
-        noted: bytes by kind when something was noted (:meth:`note`).
+        now: bytes now, by layer and by what they are for.
+        moments: name of each moment to these bytes when it held the most (:meth:`begin`).
+        noted: these bytes when something was noted (:meth:`note`), and those of what operators made of parameters in forward.
         paused: whether new tensors are no memory of the step.
     """
 
@@ -87,43 +115,39 @@ class LiveBytes(TorchDispatchMode):
         model: torch.nn.Module,
         others: Iterable[torch.Tensor] = (),
         *,
+        together: Sequence[FSDPModule] = (),
         settle: bool = False,
         words: int = 0,
         work: WorkCounter | None = None,
     ) -> None:
         super().__init__()
-        self.settle, self.words, self.work = settle, words, work
+        self.settle, self.words, self.work, self.together = settle, words, work, together
         groups = [group for unit in fsdp_units(model).values() for group in _torch_compat.param_groups(unit)]
         self.units = [held for group in groups for held in group.fsdp_params]
         self.shapes = {tuple(sorted(held._orig_size)) for held in self.units if len(held._orig_size) > 1}
-        self.held = self.peak = self.gathered = self.gradients = self.outputs = 0
-        self.by_kind: Counter[Kind] = Counter()
-        self.moments: dict[str, Counter[Kind]] = {}
-        self.noted: dict[str, Counter[Kind]] = {}
-        self._moment, self._most = "", -1
-        self._alive: dict[int, tuple[weakref.ref[Any], int, Kind]] = {}
+        self.held = self.peak = self.gathered = self.gradients = 0
+        self.now: Counter[tuple[str, Kind]] = Counter()
+        self.moments: dict[str, Held] = {}
+        self.noted: dict[str, Held] = {}
+        self._moment, self._most, self._layer = "", -1, ""
+        self._unreduced = 0
+        self._outputs: Counter[tuple[str, Kind]] = Counter()
+        self._alive: dict[int, tuple[weakref.ref[Any], int, Kind, str]] = {}
         for tensor in (*model.parameters(), *model.buffers(), *others):
             self._see(tensor, Kind.STATE)
         self.peak = self.held
 
-    def begin(self, moment: str) -> None:
-        """Begin a moment. What is held most in it is kept under its name; a moment may begin several times."""
-        self._moment = moment
+    def begin(self, moment: str, layer: str = "") -> None:
+        """Begin a moment, or a layer's part in it. What is held most in a moment is kept under its name; it may begin several
+        times.
+        """
+        self._moment, self._layer = moment, layer
         self._most = sum(self.moments[moment].values()) if moment in self.moments else -1
         self._note_peak()
 
-    @property
-    def now(self) -> Counter[Kind]:
-        """What is held now by kind, and the outputs of parameters until now."""
-        return Counter({**self.by_kind, Kind.OUTPUTS: self.outputs})
-
-    def note(self, name: str, before: Counter[Kind] | None = None) -> None:
-        """Keep what is held now under a name, or add by how much that is more than before."""
-        if before is None:
-            self.noted[name] = self.now
-        else:
-            known, now = self.noted.setdefault(name, Counter()), self.now
-            known.update({kind: now[kind] - before[kind] for kind in now})
+    def note(self, name: str) -> None:
+        """Keep what is held now under a name, with the outputs of parameters until now."""
+        self.noted[name] = {**self.now, **self._outputs}
 
     def __enter__(self) -> Self:
         self._resize, mode = torch.UntypedStorage.resize_, self
@@ -135,11 +159,38 @@ class LiveBytes(TorchDispatchMode):
             return found
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        for group in self._groups_together:
+            vars(group).update({name: self._apart(getattr(group, name)) for name in _OF_GROUP})
         return super().__enter__()
 
     def __exit__(self, *failure: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        for group in self._groups_together:
+            for name in _OF_GROUP:
+                del vars(group)[name]
         super().__exit__(*failure)
+
+    @property
+    def _groups_together(self) -> list[Any]:
+        return [group for unit in self.together for group in _torch_compat.param_groups(unit)]
+
+    def _apart(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of FSDP in which what comes to be is of no single layer."""
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            layer = self._layer
+            self._count_for(TOGETHER)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._count_for(layer)
+
+        return within
+
+    def _count_for(self, layer: str) -> None:
+        self._layer = layer
+        if self.work is not None:
+            self.work.begin(self._moment, layer)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and hasattr(args[0], "fake_device"):
@@ -158,7 +209,8 @@ class LiveBytes(TorchDispatchMode):
                 self._see(item)
         if not (is_collective or func.is_view or _torch_compat.in_backward()) and self._reads_parameters(args):
             made = (item for item in tree_iter(result) if isinstance(item, torch.Tensor) and not self._is_gathered(item))
-            self.outputs += sum(item.nbytes for item in made)  # what FSDP copies into a parameter is none
+            # What FSDP copies into a parameter is none.
+            self._outputs[self._layer, Kind.OUTPUTS] += sum(item.nbytes for item in made)
         if is_collective:
             self._mark(func.name(), args, kwargs or {})
         elif func is torch.ops.aten.div.Tensor and self._is_packed(args[0]):
@@ -206,12 +258,12 @@ class LiveBytes(TorchDispatchMode):
     def _become(self, tensor: torch.Tensor, kind: Kind, only: Kind | None = None) -> None:
         key = tensor.untyped_storage()._cdata
         if key in self._alive:
-            reference, size, before = self._alive[key]
+            reference, size, before, layer = self._alive[key]
             if before is Kind.STATE or only not in (None, before):
                 return
-            self._alive[key] = (reference, size, kind)
-            self._count(-size, before)
-            self._count(size, kind)
+            self._alive[key] = (reference, size, kind, layer)
+            self._count(-size, before, layer)
+            self._count(size, kind, layer)
 
     def _see(self, tensor: torch.Tensor, kind: Kind | None = None) -> None:
         if isinstance(tensor, DTensor):
@@ -227,26 +279,28 @@ class LiveBytes(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
         if known is None:
-            self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, kind)
-            self._count(size, kind)
+            self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, kind, self._layer)
+            self._count(size, kind, self._layer)
         elif known[1] != size:
-            self._alive[key] = (known[0], size, known[2])
-            self._count(size - known[1], known[2])
+            self._alive[key] = (known[0], size, known[2], self._layer)
+            self._count(-known[1], known[2], known[3])
+            self._count(size, known[2], self._layer)
 
     def _forget(self, key: int) -> None:
         if (known := self._alive.pop(key, None)) is not None:
-            self._count(-known[1], known[2])
+            self._count(-known[1], *known[2:])
 
-    def _count(self, size: int, kind: Kind) -> None:
+    def _count(self, size: int, kind: Kind, layer: str) -> None:
         self.held += size
-        self.by_kind[kind] += size
+        self.now[layer, kind] += size
         if kind is Kind.UNREDUCED:
-            self.gradients = max(self.gradients, self.by_kind[kind])
+            self._unreduced += size
+            self.gradients = max(self.gradients, self._unreduced)
 
     def _note_peak(self) -> None:
         if self.held > self._most:
             self._most = self.held
-            self.moments[self._moment] = Counter(self.by_kind)
+            self.moments[self._moment] = dict(self.now)
         if self.held > self.peak:
             patience = time.monotonic() + SETTLE_SECONDS
             while self.settle and self.held > self.peak + SETTLE_BYTES and time.monotonic() < patience:

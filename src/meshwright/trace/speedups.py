@@ -65,7 +65,7 @@ def find_speedups(
         try:
             config = with_values(setup.config, overrides)
             changed = change_setup(setup, config, setup.layout.world_size, program=False)
-            own = replace(traces, setup=changed, made={})
+            own = replace(traces, setup=changed)
             other = fit(changed, hardware, own)
             seconds = forecast_time(changed, hardware, own).step_seconds
         except MeshwrightError:  # the change is illegal for this run

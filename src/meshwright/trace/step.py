@@ -7,7 +7,7 @@ so a step of a large model takes seconds on a laptop. Tokens are routed to exper
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_iter
 
 from meshwright.device import synchronize
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes, without_propagation
@@ -37,7 +37,7 @@ from meshwright.objectives.running import Running, running
 from meshwright.objectives.trying.invented import invented
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.trace.kernels import device_kernels, report_attention
-from meshwright.trace.live import Kind, LiveBytes
+from meshwright.trace.live import TOGETHER, Kind, LiveBytes, by_kind, by_layer
 from meshwright.trace.work import Work, WorkCounter
 from meshwright.train.batches import RankBatches
 from meshwright.train.optimizer import build_optimizer
@@ -63,8 +63,11 @@ class StepTrace:
             the backward of each layer under its name, and ``update``.
         work: the same moments to the work of the rank by kind, of all microbatches.
         microbatches: number of microbatches of the step.
-        noted: the bytes by kind in the first microbatch, before the loss and after it; and under the name of each layer, by how
-            much they grow with its forward.
+        noted: the bytes by kind in the first microbatch, before the loss and after it.
+        of_layers: name of what was noted, and of the moments of the loss, of the backward of the first two layers and of the
+            update, to the bytes of them that came to be in each layer, by kind.
+        forwards: name of each layer to the work of its forward by kind, of all microbatches.
+        together: the work of units that hold parameters of many layers, before the update.
         state: bytes of shards of parameters and of the optimizer's state, buffers, and the batches of all microbatches.
         batch: bytes of the batch of one microbatch.
         peak: the most bytes at once.
@@ -74,6 +77,9 @@ class StepTrace:
     work: Mapping[str, Mapping[Work, int]]
     microbatches: int
     noted: Mapping[str, Mapping[Kind, int]]
+    of_layers: Mapping[str, Mapping[str, Mapping[Kind, int]]]
+    forwards: Mapping[str, Mapping[Work, int]]
+    together: Mapping[Work, int]
     state: int
     batch: int
     peak: int
@@ -142,12 +148,32 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
             moved = [*batch.values(), *_documents(batch["position_ids"], setup.plan.options.packed)]
             held += moved
         work = WorkCounter()
-        live = LiveBytes(setup.model, held, settle=tensors is None, words=_words(setup), work=work)
+        units = fsdp_units(setup.model)
+        together = [units[unit.name] for unit in setup.plan.fsdp_units if unit.together]
+        live = LiveBytes(setup.model, held, together=together, settle=tensors is None, words=_words(setup), work=work)
         with live, report_attention(work.attended), without_propagation(live):
             state = live.held
             step(live, work)
     of_batch = sum(tensor.nbytes for tensor in moved)  # all microbatches have the same shapes
-    return StepTrace(live.moments, work.moments, len(step.batches), live.noted, state, of_batch, live.peak)
+    moments, noted = ({name: by_kind(held) for name, held in found.items()} for found in (live.moments, live.noted))
+    apart = {LOSS, UPDATE, *setup.plan.layers[:2]}
+    of_layers = {name: by_layer(held) for name, held in (live.moments | live.noted).items() if name in apart | {*noted}}
+    forwards = {layer: done for (moment, layer), done in work.by_layer.items() if moment == FORWARD and layer}
+    of_units = Counter[Work]()
+    for (moment, layer), done in work.by_layer.items():
+        of_units.update(done if layer == TOGETHER and moment != UPDATE else ())
+    return StepTrace(
+        moments,
+        work.moments,
+        len(step.batches),
+        noted,
+        of_layers,
+        forwards,
+        of_units,
+        state=state,
+        batch=of_batch,
+        peak=live.peak,
+    )
 
 
 def _documents(positions: torch.Tensor, packed: bool) -> list[torch.Tensor]:
@@ -197,15 +223,16 @@ class _Step:
     batches: list[Batch]
 
     def __call__(self, *watching: LiveBytes | WorkCounter) -> None:
-        first, live = True, [one for one in watching if isinstance(one, LiveBytes)]
+        first = True
 
         def note(name: str) -> None:
-            for one in live if first else ():
-                one.note(name)
+            for one in watching if first else ():
+                if isinstance(one, LiveBytes):
+                    one.note(name)
 
-        def begin(moment: str) -> None:
+        def begin(moment: str, layer: str = "") -> None:
             for one in watching:
-                one.begin(moment)
+                one.begin(moment, layer)
             if moment == LOSS:
                 note(BEFORE_LOSS)
 
@@ -215,7 +242,9 @@ class _Step:
         with hooked(handles):
             for _, batch in self.sync.microbatches(self._prepared(begin)):
                 begin(FORWARD)
-                with hooked(hook for one in live if first for hook in _noting(layers, one)):
+                # Before FSDP gathers its parameters, which are its own.
+                hooks = [(layer, lambda *_, name=name: begin(FORWARD, name)) for name, layer in layers]
+                with hooked([layer.register_forward_pre_hook(hook, prepend=True) for layer, hook in hooks]):
                     terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
                 note(AFTER_LOSS)
                 first = False
@@ -305,36 +334,13 @@ def _words(setup: RunSetup) -> int:
     return -(-vocabulary // setup.layout.size("tp")) if sliced else vocabulary
 
 
-def _noting(layers: Sequence[tuple[str, nn.Module]], live: LiveBytes) -> Iterator[RemovableHandle]:
-    """Yield hooks that note by how much what is held grows with the forward of each layer, all its runs together.
-
-    What entered a layer is let go of only as the layer after it begins, which is noted for it, too.
-    """
-    begun: dict[str, Counter[Kind]] = {}
-    ended: dict[str, Counter[Kind]] = {}  # the layer that ran last
-
-    def begin(name: str, previous: str) -> None:
-        if previous in ended:
-            live.note(previous, ended.pop(previous))
-        begun[name] = live.now
-
-    def end(name: str) -> None:
-        live.note(name, begun[name])
-        ended.clear()
-        ended[name] = live.now
-
-    for (name, layer), previous in zip(layers, ("", *(name for name, _ in layers)), strict=False):
-        yield layer.register_forward_pre_hook(lambda *_, name=name, previous=previous: begin(name, previous))
-        yield layer.register_forward_hook(lambda *_, name=name: end(name))
-
-
 def _announce(name: str, begin: Any, *, last: bool) -> Any:
     """Return a hook of a layer's forward: it says when the layer's backward begins, and when the last layer is through."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda gradient: begin(name))
+        hidden = next((item for item in tree_iter(output) if isinstance(item, torch.Tensor) and item.requires_grad), None)
+        if hidden is not None:
+            hidden.register_hook(lambda gradient: begin(name, name))
         if last:
             begin(LOSS)
 

@@ -92,7 +92,7 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
             config = with_values(setup.config, overrides)
             changed = change_setup(setup, config, setup.layout.world_size, program=False)
             changed = changed if setup.teacher is None else with_teacher(changed)
-            other = _worst(memory_moments(changed, replace(traces, setup=changed, made={})), hardware, changed)
+            other = _worst(memory_moments(changed, replace(traces, setup=changed)), hardware, changed)
         except MeshwrightError:  # the change is illegal for this run
             continue
         change = Change(tuple(f"{key}={override_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)

@@ -78,7 +78,7 @@ class WorkCounter(TorchDispatchMode):
     """Inside, the work of every operator is counted.
 
     Attributes:
-        moments: name of each moment (:meth:`begin`) to its work by kind.
+        by_layer: name of each moment and of a layer (:meth:`begin`) to the work by kind.
         paused: whether operators are no work of the step.
     """
 
@@ -86,12 +86,20 @@ class WorkCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.moments: dict[str, Counter[Work]] = {}
+        self.by_layer: dict[tuple[str, str], Counter[Work]] = {}
         self._now: Counter[Work] = Counter()
 
-    def begin(self, moment: str) -> None:
-        """Begin a moment; it may begin several times."""
-        self._now = self.moments.setdefault(moment, Counter())
+    def begin(self, moment: str, layer: str = "") -> None:
+        """Begin a moment, or a layer's part in it; each may begin several times."""
+        self._now = self.by_layer.setdefault((moment, layer), Counter())
+
+    @property
+    def moments(self) -> dict[str, Counter[Work]]:
+        """Name of each moment to its work by kind, that of all layers together."""
+        found: dict[str, Counter[Work]] = {}
+        for (moment, _), work in self.by_layer.items():
+            found.setdefault(moment, Counter()).update(work)
+        return found
 
     def attended(self, operations: int) -> None:
         """Count the operations of an attention that another one stands in for."""

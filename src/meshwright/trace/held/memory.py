@@ -33,13 +33,13 @@ class MemoryForecast:
         parts: what it holds then: ``parameters``, ``optimizer``, ``gradients`` (shards), ``gathered`` (whole parameters),
             ``unsharded_gradients``, ``activations``, ``logits``, ``communication``, ``buffers`` and ``update`` (what an
             optimizer holds in its step beside its state).
-        traced: numbers of layers of the models that were traced.
+        traced: number of layers of the model that was traced.
         rank: the rank of ``pp``.
     """
 
     moment: str
     parts: Mapping[str, int]
-    traced: tuple[int, ...]
+    traced: int
     rank: int = 0
 
     @property
@@ -62,38 +62,35 @@ def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[Memory
 
     Args:
         setup: the run.
-        traces: traces of the run, if some were made already.
+        traces: the trace of the run, if it was made already.
 
     Raises:
         MeshwrightError: the smaller runs that are traced are refused, or what the model computes depends on values.
     """
     traces = traces or Traces(setup)
     if setup.plan.stages:
-        return moments_of_stages(setup.plan, TracedSizes.of(traces), tuple(sorted(traces.made)))
-    kinds, first = traces.kinds, traces.first
-    moments, slopes = traces.moments(first), slopes_of(traces)
-    trace, more, shards = traces.of(first), Counter(kinds[first:]), totals(setup.plan)
+        return moments_of_stages(setup.plan, TracedSizes.of(traces), traces.first)
+    slopes, trace, shards = slopes_of(traces), traces.trace, totals(setup.plan)
+    more = Counter(traces.kinds[traces.first :])
     buffers, found = trace.buffer_bytes(setup.plan.options.microbatches), []
-    for name, held in moments.items():
+    for name, held in traces.moments.items():
         grown = Counter(held)
         for kind, times in more.items():
             for part, slope in slopes[kind].get(name, Counter()).items():
                 grown[part] += times * slope
         update = held_in_update(setup.plan) if name == UPDATE else 0
         parts = {**_parts(grown, shards, trace), "buffers": buffers, "update": update}
-        found.append(MemoryForecast(name, parts, tuple(sorted(traces.made))))
+        found.append(MemoryForecast(name, parts, traces.first))
     return found
 
 
-def moments_of_stages(
-    plan: ShardingPlan, sizes: TracedSizes, traced: tuple[int, ...] = (), most: int | None = None
-) -> list[MemoryForecast]:
+def moments_of_stages(plan: ShardingPlan, sizes: TracedSizes, traced: int = 0, most: int | None = None) -> list[MemoryForecast]:
     """Return what the ranks of `pp` hold in each moment of a step.
 
     Args:
         plan: a plan with stages.
         sizes: what is known of a microbatch.
-        traced: numbers of layers of the models that were traced.
+        traced: number of layers of the model that was traced.
         most: see :meth:`~meshwright.trace.held.stage_memory.StageMemory.moments`.
     """
     return [

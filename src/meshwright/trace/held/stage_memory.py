@@ -87,7 +87,7 @@ class TracedSizes:
 
 
 def _traced_sizes(traces: Traces) -> TracedSizes:
-    plan, kept, trace = traces.setup.plan, kept_layers(traces), traces.of(traces.first)
+    plan, kept, trace = traces.setup.plan, kept_layers(traces), traces.trace
     noted = trace.step.noted
     around = max(0, noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0) - kept.traced)
     return TracedSizes(
@@ -95,7 +95,7 @@ def _traced_sizes(traces: Traces) -> TracedSizes:
         around,
         max(0, kept.works - around),
         trace.buffer_bytes(plan.options.microbatches),
-        traces.moments(traces.first),
+        traces.moments,
         noted,
     )
 
