@@ -21,7 +21,7 @@ from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of
 from meshwright.trace.held.memory import MemoryForecast, forecast_memory, memory_moments
 from meshwright.trace.layer_work import LayerWork
 from meshwright.trace.live import Kind
-from meshwright.trace.step import LOSS, UPDATE, run_step, trace_step
+from meshwright.trace.step import FORWARD, LOSS, UPDATE, run_step, trace_step
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import ALLOCATOR, Verdict, fit, judge
 from meshwright.trace.work import Work
@@ -108,6 +108,10 @@ def test_a_few_layers_say_what_many_hold(family: str, options: dict[str, Any]) -
     assert found.peak == pytest.approx(whole.peak, rel=0.01)
 
 
+PREFERENCES = {"adapter": {"rank": 4}, "training": {"objective": {"use": "preference"}}}
+"""Before the step, the reference goes through the model without adapters."""
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["defer", "reduce_each"])
 @pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
@@ -116,7 +120,7 @@ def test_a_few_layers_say_what_many_hold(family: str, options: dict[str, Any]) -
     [
         ("llama", {}), ("llama", {"layout": {"tp": 2}}), ("llama", {"layout": {"cp": 2}}), ("llama", {"adapter": {"rank": 4}}),
         ("llama", {"adapter": {"rank": 4, "reduce": "once"}}), ("gpt2", {}), ("deepseek_v3", {}),
-        ("qwen3_moe", {"layout": {"ep": 2}}),
+        ("qwen3_moe", {"layout": {"ep": 2}}), ("llama", PREFERENCES),
     ],
     ids=str,
 )  # fmt: skip
@@ -142,6 +146,7 @@ def test_what_a_layer_adds_is_by_how_much_one_more_is_more(
         pairs.append(
             ([all_works[1][work] - all_works[0][work] for work in counted], [own[work] * microbatches for work in counted])
         )
+        pairs.append((len(setup.plan.fsdp_units), LayerWork.of(one).on_rank(setup.plan, 0)[Work.UNITS]))
         return pairs
 
     (pairs,) = run_ranks(found, 1, group=False)
@@ -149,14 +154,27 @@ def test_what_a_layer_adds_is_by_how_much_one_more_is_more(
         assert own == added
 
 
-def test_a_kind_of_which_no_layer_ran_in_the_trace_counts_as_another() -> None:
+def test_adapters_outside_of_layers_are_no_share_of_a_layer() -> None:
+    """Where one unit holds all adapters: what it holds grows with a layer by that layer's adapters."""
+
+    def found(_: int) -> list[int]:
+        adapter = {"rank": 4, "reduce": "once", "targets": ["q_proj", "lm_head"]}
+        traces = Traces(setup_of(4, layers=10, adapter=adapter))
+        rows = [row for row in traces.setup.plan.parameters if row.trainable and row.name.startswith("model.layers.4.")]
+        return [traces.of_layer(UPDATE, traces.kinds[-1])[Kind.REDUCED], sum(row.reduced_bytes for row in rows)]
+
+    ((reduced, of_rows),) = run_ranks(found, 1, group=False)
+    assert 2 * reduced == of_rows  # on two ranks
+
+
+def test_a_kind_of_which_no_layer_ran_in_the_trace_counts_as_the_one_that_keeps_most() -> None:
     """As with a layer that a model leaves out at random."""
 
     def found(_: int) -> dict[int, str]:
         traces = Traces(setup_of(2, "deepseek_v3", layers=3))
         step = traces.trace.step
-        ran = {name: work for name, work in step.forwards.items() if name != "model.layers.0"}
-        traces.trace = replace(traces.trace, step=replace(step, forwards=ran))
+        ran = {name: work for name, work in step.works[FORWARD].items() if name != "model.layers.0"}
+        traces.trace = replace(traces.trace, step=replace(step, works={**step.works, FORWARD: ran}))
         return traces.examples
 
     (examples,) = run_ranks(found, 1, group=False)

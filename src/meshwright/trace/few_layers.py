@@ -8,7 +8,7 @@ from functools import cached_property
 
 from meshwright.once import Once
 from meshwright.plan.given.closed_choices import SyncPolicy
-from meshwright.plan.given.names import nearest
+from meshwright.plan.given.names import last_of_each_container, nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.fewer import kinds_of_layers, layers_of_config
 from meshwright.trace.kept_traces import SmallTrace, TraceStore
@@ -89,16 +89,27 @@ class Traces(Once):
 
     @cached_property
     def examples(self) -> dict[int, str]:
-        """For each kind of layer that runs, the traced layer that stands for it; for a kind of which none ran, another one."""
-        plan, ran = self.setup.plan, self.trace.step.forwards
+        """For each kind of layer that runs, the traced layer that stands for it.
+
+        For a kind of which none ran, as where a model leaves layers out at random, it is the one that keeps most.
+        """
+        plan, step, ends = self.setup.plan, self.trace.step, last_of_each_container(self.trace.layers)
         running = {kind for name, kind in zip(plan.layers, self.kinds, strict=True) if plan.unit(name).forwards}
-        placed = [(place, name) for place, name in enumerate(self.trace.layers) if name in ran]
+        placed = [(place, name) for place, name in enumerate(self.trace.layers) if name in step.works[FORWARD]]
 
-        def fit(place: int, kind: int) -> tuple[bool, ...]:
-            last = len(self.trace.layers) - 1
-            return self.kinds[place] == kind, EARLY <= place < last, 0 < place < last, self.kinds[max(0, place - 1)] == kind
+        def fit(place: int, name: str) -> tuple[bool, bool, bool, int]:
+            # What comes after the last layer of a stack is counted for that layer, too.
+            between = name not in ends
+            return place >= EARLY and between, place > 0 and between, self.kinds[place - 1] == self.kinds[place], place
 
-        return {kind: max(placed, key=lambda one: (*fit(one[0], kind), one[0]))[1] for kind in running if placed}
+        def kept(one: tuple[int, str]) -> int:
+            return step.of_layers[BEFORE_LOSS].get(one[1], {}).get(Kind.ACTIVATIONS, 0)
+
+        found = {}
+        for kind in running if placed else ():
+            own = [one for one in placed if self.kinds[one[0]] == kind]
+            found[kind] = (max(own, key=lambda one: fit(*one)) if own else max(placed, key=kept))[1]
+        return found
 
     def of_layer(self, moment: str, kind: int) -> Counter[Kind]:
         """Return what is held in a moment of what came to be in a layer of a kind, in its forward or in its backward, with the
@@ -118,25 +129,24 @@ class Traces(Once):
         """For each kind, what share a layer has of the parameters that units of many layers hold in the trace."""
         plan, kinds = self.setup.plan, dict(zip(self.setup.plan.layers, self.kinds, strict=True))
         together = {unit.name for unit in plan.units if unit.together}
-        sizes = dict.fromkeys(plan.layers, 0)
+        sizes = dict.fromkeys(("", *plan.layers), 0)  # the first: adapters outside of layers
         for row in plan.parameters:
-            if row.unit in together and (layer := nearest(row.name, sizes)):
-                sizes[layer] += row.gathered_bytes
-        whole = sum(sizes[layer] for layer in plan.layers[: self.first])
-        return {kinds[layer]: Fraction(size, whole or 1) for layer, size in sizes.items()}
+            if row.unit in together:
+                sizes[nearest(row.name, sizes)] += row.gathered_bytes
+        whole = sum(sizes[layer] for layer in ("", *plan.layers[: self.first]))
+        return {kinds[layer]: Fraction(sizes[layer], whole or 1) for layer in plan.layers}
 
 
 def slopes_of(traces: Traces) -> dict[int, dict[str, Counter[Kind]]]:
     """Return, for each kind of layer after the first ones, by how many bytes one more grows each moment.
 
-    What works in the last layers, or is gathered for them, would be that of another kind. So until their backward is over, one
-    more layer grows each moment by what it keeps when the loss is computed.
+    Until the backward of the last layers is over, it grows each moment by what it keeps when the loss is computed.
     """
     slopes, kinds = {}, traces.kinds
     for kind in {*kinds[traces.first :]}:
         kept = traces.of_layer(LOSS, kind)
         if not _stays_gathered(traces.setup.plan, kinds, kind):
-            kept[Kind.GATHERED] = 0  # the last layer is gathered, whatever its kind
+            kept[Kind.GATHERED] = 0  # what it may have gathered ahead for the last layer, which stays gathered
         slopes[kind] = {name: traces.of_layer(name, kind) if name in _LATE else kept for name in traces.moments}
     return slopes
 
@@ -155,7 +165,7 @@ class KeptLayers:
     Attributes:
         by_kind: what a layer keeps until its backward, by its kind.
         outputs: the outputs of its parameters, by its kind.
-        traced: what all layers of the smallest trace keep.
+        traced: what all layers of the trace keep.
         works: what a rank holds beside these while a layer is in backward, at the most.
     """
 

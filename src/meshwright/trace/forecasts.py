@@ -30,7 +30,7 @@ class Forecasts:
 
     @cached_property
     def traces(self) -> Traces:
-        """Traces of some of its layers."""
+        """The trace of some of its layers."""
         return Traces(self.setup, load=self.load)
 
     @cached_property

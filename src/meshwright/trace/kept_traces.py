@@ -77,11 +77,9 @@ class SmallTrace:
         step = content.pop("step")
         found = StepTrace(
             moments=_read(step["moments"], Kind),
-            work=_read(step["work"], Work),
+            works={name: _read(layers, Work) for name, layers in step["works"].items()},
             noted=_read(step["noted"], Kind),
             of_layers={name: _read(layers, Kind) for name, layers in step["of_layers"].items()},
-            forwards=_read(step["forwards"], Work),
-            together=_read({"": step["together"]}, Work)[""],
             **{name: int(step[name]) for name in ("microbatches", "state", "batch", "peak")},
         )
         return cls(found, tuple(map(str, content.pop("layers"))), **{name: int(size) for name, size in content.items()})

@@ -1,7 +1,7 @@
-"""The work of a rank by layers, from traces of a few, and the seconds that it takes on a device."""
+"""The work of a rank by layers, from a trace of a few, and the seconds that it takes on a device."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
@@ -10,8 +10,9 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.names import nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.few_layers import Traces
-from meshwright.trace.step import LOSS, UPDATE
-from meshwright.trace.work import Work
+from meshwright.trace.live import TOGETHER
+from meshwright.trace.step import FORWARD, LOSS, UPDATE
+from meshwright.trace.work import Work, total
 from meshwright.train.start.setup import RunSetup
 
 __all__ = ["MEMORY_REACHED", "SHAPES", "LayerWork", "Rates", "layers_on"]
@@ -111,22 +112,27 @@ class LayerWork:
     @classmethod
     def of(cls, traces: Traces) -> "LayerWork":
         """Read the work from the trace: a layer's is that of the traced layer which stands for it."""
-        plan, kinds = traces.setup.plan, traces.kinds
-        layers_of_units = Counter(nearest(f"{unit.name}.", set(plan.layers)) for unit in plan.fsdp_units)
-        units, outside = [layers_of_units[layer] for layer in plan.layers], layers_of_units[""]
-        step = traces.trace.step
-        whole, forwards = (_microbatch_work(work, step.microbatches) for work in (step.work, step.forwards))
-        forward = {kind: forwards.get(traces.examples.get(kind, ""), Counter()) for kind in kinds}
-        layers, rest = {}, _sum(whole.values())
-        for kind in forward:
-            layers[kind] = _sum((forward[kind], whole.get(traces.examples.get(kind, ""), Counter())))
-            own = {one: int(traces.shares[kind] * value) / step.microbatches for one, value in step.together.items()}
-            layers[kind] = _sum((layers[kind], Counter(own)))
-            layers[kind][Work.UNITS] = units[kinds.index(kind)]
+        plan, kinds, works = traces.setup.plan, traces.kinds, traces.trace.step.works
+        names = dict(zip(plan.layers, kinds, strict=True))
+        units = Counter("" if unit.together else nearest(f"{unit.name}.", names) for unit in plan.fsdp_units)
+        of_step = [done for moment, done in works.items() if moment != UPDATE]
+        whole = total(work for done in of_step for work in done.values())
+        together = total(done.get(TOGETHER, {}) for done in of_step)
+        layers, forward = {}, {}
+        for kind in set(kinds):
+            example = traces.examples.get(kind, "")
+            forward[kind] = total([works[FORWARD].get(example, {})])
+            share = {one: int(traces.shares[kind] * value) for one, value in together.items()}
+            layers[kind] = total((forward[kind], works.get(example, {}).get(example, {}), share))
+        rest = whole
         for kind in kinds[: traces.first]:
             rest = _difference(rest, layers[kind])
-        rest[Work.UNITS] = outside
-        return cls(layers, forward, rest, whole[LOSS], dict(zip(plan.layers, kinds, strict=True)))
+        times = 1 / traces.trace.step.microbatches
+        layers, forward = ({kind: _times(work, times) for kind, work in found.items()} for found in (layers, forward))
+        for name, kind in names.items():
+            layers[kind][Work.UNITS] = units[name]
+        loss = _times(total(works[LOSS].values()), times)
+        return cls(layers, forward, Counter({**_times(rest, times), Work.UNITS: units[""]}), loss, names)
 
     def on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp`."""
@@ -167,7 +173,7 @@ class LayerWork:
             )
             for kind, same_layers in alike.items()
         }
-        return {**found, "the rest": _difference(self.on_rank(plan, rank), _sum(found.values()))}
+        return {**found, "the rest": _difference(self.on_rank(plan, rank), total(found.values()))}
 
     def whole_model(self) -> float:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
@@ -182,20 +188,8 @@ def layers_on(plan: ShardingPlan, stages: Sequence[int]) -> list[str]:
     return list(dict.fromkeys(name for stage in stages for name in plan.stages[stage].layers))
 
 
-def _microbatch_work(work: Mapping[str, Mapping[Work, int]], microbatches: int) -> dict[str, Counter[Work]]:
-    """Return the work of one microbatch, by moment or by layer, without the update."""
-    return {
-        name: Counter({kind: value / microbatches for kind, value in done.items()})
-        for name, done in work.items()
-        if name != UPDATE
-    }
-
-
-def _sum(works: Iterable[Counter[Work]]) -> Counter[Work]:
-    total: Counter[Work] = Counter()
-    for one in works:
-        total.update(one)
-    return total
+def _times(work: Mapping[Work, float], times: float) -> Counter[Work]:
+    return Counter({kind: times * value for kind, value in work.items()})
 
 
 def _difference(more: Counter[Work], fewer: Counter[Work]) -> Counter[Work]:

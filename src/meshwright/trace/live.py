@@ -26,7 +26,7 @@ __all__ = ["TOGETHER", "Held", "Kind", "LiveBytes", "by_kind", "by_layer"]
 DEVICE = torch.ops.prim.device.default
 """How a fake tensor is asked for its device."""
 
-_OF_GROUP = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+_OF_GROUP = ("unshard", "wait_for_unshard", "post_backward")
 """Methods of FSDP2's `FSDPParamGroup` in which memory of a unit is made: gathered parameters, added and reduced gradients."""
 
 SETTLE_SECONDS, SETTLE_BYTES = 0.25, 2**20
@@ -159,20 +159,22 @@ class LiveBytes(TorchDispatchMode):
             return found
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        for group in self._groups_together:
+        self._before = [
+            (group, {name: vars(group)[name] for name in _OF_GROUP if name in vars(group)})
+            for unit in self.together
+            for group in _torch_compat.param_groups(unit)
+        ]
+        for group, _ in self._before:
             vars(group).update({name: self._apart(getattr(group, name)) for name in _OF_GROUP})
         return super().__enter__()
 
     def __exit__(self, *failure: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        for group in self._groups_together:
+        for group, before in self._before:
             for name in _OF_GROUP:
                 del vars(group)[name]
+            vars(group).update(before)
         super().__exit__(*failure)
-
-    @property
-    def _groups_together(self) -> list[Any]:
-        return [group for unit in self.together for group in _torch_compat.param_groups(unit)]
 
     def _apart(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of FSDP in which what comes to be is of no single layer."""

@@ -54,7 +54,7 @@ def find_speedups(
     Args:
         setup: the run. No process group may exist.
         hardware: the devices.
-        traces: its traces.
+        traces: its trace.
         verdict: whether it fits.
         time: how long a step takes.
     """

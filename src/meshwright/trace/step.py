@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.device import synchronize
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes, without_propagation
@@ -37,8 +40,8 @@ from meshwright.objectives.running import Running, running
 from meshwright.objectives.trying.invented import invented
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.trace.kernels import device_kernels, report_attention
-from meshwright.trace.live import TOGETHER, Kind, LiveBytes, by_kind, by_layer
-from meshwright.trace.work import Work, WorkCounter
+from meshwright.trace.live import Kind, LiveBytes, by_kind, by_layer
+from meshwright.trace.work import Work, WorkCounter, total
 from meshwright.train.batches import RankBatches
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.parts import RankSetup
@@ -61,28 +64,29 @@ class StepTrace:
     Attributes:
         moments: name of each moment to the bytes by kind when the rank held the most. The moments are ``forward``, ``loss``,
             the backward of each layer under its name, and ``update``.
-        work: the same moments to the work of the rank by kind, of all microbatches.
+        works: the same moments to the work of the rank by layer and kind, of all microbatches; layers as in :mod:`trace.live`.
         microbatches: number of microbatches of the step.
         noted: the bytes by kind in the first microbatch, before the loss and after it.
         of_layers: name of what was noted, and of the moments of the loss, of the backward of the first two layers and of the
-            update, to the bytes of them that came to be in each layer, by kind.
-        forwards: name of each layer to the work of its forward by kind, of all microbatches.
-        together: the work of units that hold parameters of many layers, before the update.
+            update, to the bytes of them by layer and kind.
         state: bytes of shards of parameters and of the optimizer's state, buffers, and the batches of all microbatches.
         batch: bytes of the batch of one microbatch.
         peak: the most bytes at once.
     """
 
     moments: Mapping[str, Mapping[Kind, int]]
-    work: Mapping[str, Mapping[Work, int]]
+    works: Mapping[str, Mapping[str, Mapping[Work, int]]]
     microbatches: int
     noted: Mapping[str, Mapping[Kind, int]]
     of_layers: Mapping[str, Mapping[str, Mapping[Kind, int]]]
-    forwards: Mapping[str, Mapping[Work, int]]
-    together: Mapping[Work, int]
     state: int
     batch: int
     peak: int
+
+    @property
+    def work(self) -> dict[str, Counter[Work]]:
+        """The moments to the work by kind, that of all layers together."""
+        return {moment: total(works.values()) for moment, works in self.works.items()}
 
 
 @contextmanager
@@ -158,22 +162,7 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
     moments, noted = ({name: by_kind(held) for name, held in found.items()} for found in (live.moments, live.noted))
     apart = {LOSS, UPDATE, *setup.plan.layers[:2]}
     of_layers = {name: by_layer(held) for name, held in (live.moments | live.noted).items() if name in apart | {*noted}}
-    forwards = {layer: done for (moment, layer), done in work.by_layer.items() if moment == FORWARD and layer}
-    of_units = Counter[Work]()
-    for (moment, layer), done in work.by_layer.items():
-        of_units.update(done if layer == TOGETHER and moment != UPDATE else ())
-    return StepTrace(
-        moments,
-        work.moments,
-        len(step.batches),
-        noted,
-        of_layers,
-        forwards,
-        of_units,
-        state=state,
-        batch=of_batch,
-        peak=live.peak,
-    )
+    return StepTrace(moments, work.works, len(step.batches), noted, of_layers, state=state, batch=of_batch, peak=live.peak)
 
 
 def _documents(positions: torch.Tensor, packed: bool) -> list[torch.Tensor]:
@@ -238,14 +227,15 @@ class _Step:
 
         setup = self.setup
         layers = [(name, setup.model.get_submodule(name)) for name in setup.plan.layers]
-        handles = [layer.register_forward_hook(_announce(name, begin, last=name == layers[-1][0])) for name, layer in layers]
+        handles: list[RemovableHandle] = []
+        for name, layer in layers:
+            # Before FSDP gathers its parameters, which are its own.
+            handles.append(layer.register_forward_pre_hook(partial(_announce_forward, name, begin), prepend=True))
+            handles.append(layer.register_forward_hook(_announce(name, begin, last=name == layers[-1][0])))
         with hooked(handles):
             for _, batch in self.sync.microbatches(self._prepared(begin)):
                 begin(FORWARD)
-                # Before FSDP gathers its parameters, which are its own.
-                hooks = [(layer, lambda *_, name=name: begin(FORWARD, name)) for name, layer in layers]
-                with hooked([layer.register_forward_pre_hook(hook, prepend=True) for layer, hook in hooks]):
-                    terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
+                terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
                 note(AFTER_LOSS)
                 first = False
                 loss = sum(terms)  # at least one term
@@ -334,13 +324,17 @@ def _words(setup: RunSetup) -> int:
     return -(-vocabulary // setup.layout.size("tp")) if sliced else vocabulary
 
 
+def _announce_forward(name: str, begin: Callable[[str, str], None], *_: Any) -> None:
+    begin(FORWARD, name)
+
+
 def _announce(name: str, begin: Any, *, last: bool) -> Any:
     """Return a hook of a layer's forward: it says when the layer's backward begins, and when the last layer is through."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = next((item for item in tree_iter(output) if isinstance(item, torch.Tensor) and item.requires_grad), None)
-        if hidden is not None:
-            hidden.register_hook(lambda gradient: begin(name, name))
+        left = [item for item in tree_iter(output) if isinstance(item, torch.Tensor) and item.requires_grad]
+        if left:
+            register_multi_grad_hook(left, lambda gradient: begin(name, name), mode="any")
         if last:
             begin(LOSS)
 

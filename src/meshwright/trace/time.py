@@ -102,7 +102,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     Args:
         setup: the run.
         hardware: its devices.
-        traces: traces of the run, if some were made already.
+        traces: the trace of the run, if it was made already.
     """
     plan, traces = setup.plan, traces or Traces(setup)
     whole = LayerWork.of(traces)

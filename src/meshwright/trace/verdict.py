@@ -77,7 +77,7 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
     Args:
         setup: the run.
         hardware: the devices.
-        traces: traces of the run, if some were made already.
+        traces: the trace of the run, if it was made already.
     """
     traces = traces or Traces(setup)
     verdict = _worst(memory_moments(setup, traces), hardware, setup)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Work", "WorkCounter"]
+__all__ = ["Work", "WorkCounter", "total"]
 
 aten = torch.ops.aten
 
@@ -74,11 +74,19 @@ FSDP = {"fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}
 """Copies of whole parameters and gradients that FSDP2 makes beside the compute."""
 
 
+def total(works: Iterable[Mapping[Work, Any]]) -> Counter[Work]:
+    """Return several works together."""
+    found: Counter[Work] = Counter()
+    for one in works:
+        found.update(one)
+    return found
+
+
 class WorkCounter(TorchDispatchMode):
     """Inside, the work of every operator is counted.
 
     Attributes:
-        by_layer: name of each moment and of a layer (:meth:`begin`) to the work by kind.
+        works: name of each moment (:meth:`begin`) to the work in it by layer and kind.
         paused: whether operators are no work of the step.
     """
 
@@ -86,20 +94,17 @@ class WorkCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_layer: dict[tuple[str, str], Counter[Work]] = {}
+        self.works: dict[str, dict[str, Counter[Work]]] = {}
         self._now: Counter[Work] = Counter()
 
     def begin(self, moment: str, layer: str = "") -> None:
         """Begin a moment, or a layer's part in it; each may begin several times."""
-        self._now = self.by_layer.setdefault((moment, layer), Counter())
+        self._now = self.works.setdefault(moment, {}).setdefault(layer, Counter())
 
     @property
     def moments(self) -> dict[str, Counter[Work]]:
         """Name of each moment to its work by kind, that of all layers together."""
-        found: dict[str, Counter[Work]] = {}
-        for (moment, _), work in self.by_layer.items():
-            found.setdefault(moment, Counter()).update(work)
-        return found
+        return {moment: total(works.values()) for moment, works in self.works.items()}
 
     def attended(self, operations: int) -> None:
         """Count the operations of an attention that another one stands in for."""

@@ -1,8 +1,8 @@
-"""What the fullest rank of a run holds at the worst moment, and of what: closed forms of the plan, and traces of some layers.
+"""What the fullest rank of a run holds at the worst moment, and of what: closed forms of the plan, and a trace of some layers.
 
 A step has few moments in which a rank may hold the most: the forward, the loss, the backward of the last two layers and of the
-first two, and the update. In each of them, what a rank holds grows by the same bytes with each further layer of a kind. So
-traces of a few layers give the bytes of all of them. Shards (of parameters, gradients, and the optimizer's state) depend on the
+first two, and the update. In each of them, what a rank holds grows by the same bytes with each further layer of a kind. So a
+trace of a few layers gives the bytes of all of them. Shards (of parameters, gradients, and the optimizer's state) depend on the
 number of ranks, and come from the plan.
 
 With a pipeline, a rank holds the activations of several microbatches: see :mod:`meshwright.trace.held.stage_memory`.

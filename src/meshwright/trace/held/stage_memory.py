@@ -1,7 +1,7 @@
 """What a rank of a pipeline holds at each of its turns.
 
 Activations are those of the microbatches in flight. What a layer keeps of one, what surrounds the layers, and what the loss
-keeps, is from traces of a few layers without a pipeline. State, gathered parameters and gradients are from the plan: unsharded
+keeps, is from a trace of a few layers without a pipeline. State, gathered parameters and gradients are from the plan: unsharded
 gradients wait from the first backward of a stage to its last one, and only then become shards, unless they are reduced each
 time.
 """
@@ -55,7 +55,7 @@ def _dot(numbers: Sequence[int], sizes: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class TracedSizes:
-    """What traces say of a microbatch, in bytes.
+    """What a trace says of a microbatch, in bytes.
 
     Attributes:
         layers: name of each layer to what it keeps until its backward, and the outputs of its parameters.
@@ -75,7 +75,7 @@ class TracedSizes:
 
     @classmethod
     def of(cls, traces: Traces) -> "TracedSizes":
-        """Take them from traces."""
+        """Take them from a trace."""
         return traces.once(_traced_sizes)
 
     @classmethod
@@ -123,7 +123,7 @@ class StageMemory:
 
     Args:
         plan: the plan of the run.
-        sizes: what traces say of a microbatch.
+        sizes: what a trace says of a microbatch.
         of_stages: what the layers of each stage keep of it, and the outputs of their parameters.
         rank: which rank of `pp`.
     """

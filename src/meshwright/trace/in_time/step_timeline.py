@@ -150,7 +150,7 @@ def step_timeline(setup: RunSetup, hardware: Hardware, traces: Traces, forecast:
     Args:
         setup: the run.
         hardware: its devices.
-        traces: the traces that the forecast was made from.
+        traces: the trace that the forecast was made from.
         forecast: the forecast.
     """
     plan, parts = setup.plan, forecast.parts
