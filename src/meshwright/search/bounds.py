@@ -209,7 +209,9 @@ class Bounds:
             )
             first = float(slices.unit_gradients) if pp > 1 else 0.0
         mode = values.get(MODE, parallel.activation_checkpointing)
-        kept, all_kept = (sum(self.numbers.kept(branch, values, one).values()) for one in (mode, ActivationCheckpointing.NONE))
+        kept, all_kept = (
+            sum(self.numbers.kept(branch, values, one)[0].values()) for one in (mode, ActivationCheckpointing.NONE)
+        )
         # A layer in backward has all of its own; of submodules recomputed one by one, the larger is half of it or more. On one
         # rank it is measured too, and may be less.
         again = max(0, all_kept - kept) / max(1, len(self.setup.plan.layers))
@@ -244,12 +246,13 @@ class Bounds:
         values, layout = dict(candidate.values), branch.layout
         mode = values.get(MODE, self.setup.config.parallel.activation_checkpointing)
         part = ROUNDED * branch.rows / (layout.size("tp") * layout.size("cp"))
-        kept = {name: int(part * size) for name, size in self.numbers.kept(branch, values, mode).items()}
+        kept, around = self.numbers.kept(branch, values, mode)
+        sizes = TracedSizes.at_least({name: int(part * size) for name, size in kept.items()}, int(part * around))
         least = 0.0
         short, microbatches = LONG * layout.size("pp"), run.plan.options.microbatches // run.plan.options.runs_per_step
         for most in (short, None) if microbatches > short else (None,):  # a short run is looked at faster
             if least <= self.limit:
-                least = least_fit(run, self.hardware, TracedSizes.at_least(kept), most).peak_bytes
+                least = least_fit(run, self.hardware, sizes, most).peak_bytes
         return least
 
     def _alive(self, branch: Branch, values: Mapping[str, Any]) -> tuple[float, float]:

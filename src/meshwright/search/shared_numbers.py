@@ -97,7 +97,7 @@ class Numbers:
         self._work: dict[ActivationCheckpointing, Counter[Work]] = {}
         self._sliced_work: dict[tuple[Any, ...], Counter[Work]] = {}
         self._works: dict[ActivationCheckpointing, int] = {}
-        self._kept: dict[tuple[int, Choices], dict[str, int]] = {}
+        self._kept: dict[tuple[int, Choices], tuple[dict[str, int], int]] = {}
         self._traffic: dict[tuple[Layout, Choices], tuple[tuple[Calls, ...], float]] = {}
 
     def slices(self, branch: Branch, candidate: Candidate) -> Slices | None:
@@ -234,8 +234,9 @@ class Numbers:
             self._sliced_work[sizes] = self._added(world_of(whole), chosen)
         return self._sliced_work[sizes]
 
-    def kept(self, branch: Branch, values: Mapping[str, Any], mode: ActivationCheckpointing) -> dict[str, int]:
-        """Return the bytes of activations that a sequence adds to what each layer keeps until its backward.
+    def kept(self, branch: Branch, values: Mapping[str, Any], mode: ActivationCheckpointing) -> tuple[dict[str, int], int]:
+        """Return the bytes of activations that a sequence adds to what each layer keeps until its backward, and to what is kept
+        beside layers.
 
         Nothing but `cp` cuts it here, which is measured on two ranks: their attention keeps other tensors than that of one.
         """
@@ -243,8 +244,10 @@ class Numbers:
         chosen = ((MODE, mode), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
         if (ranks, chosen) not in self._kept:
             runs = (self._run(Layout(dp_shard=1, cp=ranks).resolve(ranks), chosen, rows) for rows in (1, 2))
-            fewer, more = (kept_activations(Traces(run, store=self.store)) for run in runs)
-            self._kept[ranks, chosen] = {name: ranks * max(0, more[name] - fewer[name]) for name in more}
+            fewer, more = (Traces(run, store=self.store) for run in runs)
+            one, two = kept_activations(fewer), kept_activations(more)
+            layers = {name: ranks * max(0, two[name] - one[name]) for name in two}
+            self._kept[ranks, chosen] = layers, ranks * max(0, kept_layers(more).around - kept_layers(fewer).around)
         return self._kept[ranks, chosen]
 
     def works(self, mode: ActivationCheckpointing) -> int:

@@ -165,13 +165,13 @@ class KeptLayers:
     Attributes:
         by_kind: what a layer keeps until its backward, by its kind.
         outputs: the outputs of its parameters, by its kind.
-        traced: what all layers of the trace keep.
+        around: what is kept beside layers.
         works: what a rank holds beside these while a layer is in backward, at the most.
     """
 
     by_kind: Mapping[int, int]
     outputs: Mapping[int, int]
-    traced: int
+    around: int
     works: int
 
 
@@ -183,9 +183,11 @@ def kept_layers(traces: Traces) -> KeptLayers:
 def _kept_layers(traces: Traces) -> KeptLayers:
     noted = {kind: traces.of_layer(BEFORE_LOSS, kind) for kind in traces.kinds}
     own, outputs = ({kind: held[part] for kind, held in noted.items()} for part in (Kind.ACTIVATIONS, Kind.OUTPUTS))
-    traced = sum(own[kind] for kind in traces.kinds[: traces.first])
+    step = traces.trace.step
+    traced = sum(held.get(Kind.ACTIVATIONS, 0) for held in step.of_layers[BEFORE_LOSS].values())
+    around = step.noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0) - traced
     backward = (held[Kind.ACTIVATIONS] for name, held in traces.moments.items() if name not in (LOSS, UPDATE, FORWARD))
-    return KeptLayers(own, outputs, traced, max(0, max(backward, default=0) - traced))
+    return KeptLayers(own, outputs, around, max(0, max(backward, default=0) - traced))
 
 
 def kept_activations(traces: Traces) -> dict[str, int]:

@@ -79,21 +79,20 @@ class TracedSizes:
         return traces.once(_traced_sizes)
 
     @classmethod
-    def at_least(cls, layers: Mapping[str, int]) -> "TracedSizes":
-        """Return the least, if all that is known is what each layer keeps."""
+    def at_least(cls, layers: Mapping[str, int], around: int) -> "TracedSizes":
+        """Return the least, if all that is known is what each layer keeps, and each stage beside its layers."""
         nothing: Counter[Kind] = Counter()
         moments, noted = dict.fromkeys((FORWARD, LOSS), nothing), dict.fromkeys((BEFORE_LOSS, AFTER_LOSS), nothing)
-        return cls({name: (size, 0) for name, size in layers.items()}, 0, 0, 0, moments, noted)
+        return cls({name: (size, 0) for name, size in layers.items()}, around, 0, 0, moments, noted)
 
 
 def _traced_sizes(traces: Traces) -> TracedSizes:
     plan, kept, trace = traces.setup.plan, kept_layers(traces), traces.trace
     noted = trace.step.noted
-    around = max(0, noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0) - kept.traced)
     return TracedSizes(
         {name: (kept.by_kind[kind], kept.outputs[kind]) for name, kind in zip(plan.layers, traces.kinds, strict=True)},
-        around,
-        max(0, kept.works - around),
+        kept.around,
+        max(0, kept.works - kept.around),
         trace.buffer_bytes(plan.options.microbatches),
         traces.moments,
         noted,
@@ -142,7 +141,8 @@ class StageMemory:
         self._totals = replace(totals_of_rank(plan, self._like), receive_buffer_bytes=receive_buffer_bytes(plan, rank))
         pp = plan.layout.size("pp")
         between = range(pp, (passes_of(plan) - 1) * pp)  # the passes without a gradient keep nothing
-        self._kept = [0 if stage in between else sizes.around + of_stages[stage][0] for stage in self.stages]
+        around = sizes.around // min(2, passes_of(plan))  # it is that of the first and of the last pass
+        self._kept = [0 if stage in between else around + of_stages[stage][0] for stage in self.stages]
         # The first stage that is trained has no half for inputs.
         self._halved = [0 if stage <= first_trained(plan) else of_stages[stage][1] for stage in self.stages]
         self._sent = [self._crosses(stage + 1, stage) for stage in self.stages]
