@@ -129,9 +129,11 @@ def test_what_a_layer_adds_is_by_how_much_one_more_is_more(
 ) -> None:
     """To the byte and to the operation: in one trace as between two, of which one has a layer more.
 
-    With `defer`, the backward of the second layer holds the most in another microbatch where there are more layers.
+    With `defer`, the backward of the second layer holds the most in another microbatch where there are more layers. A layer
+    adds no more to it than to the loss.
     """
-    moments = (LOSS, UPDATE) if sync == "defer" else (LOSS, "backward of layer 1", UPDATE)
+    late = "backward of layer 1"
+    moments = (LOSS, UPDATE) if sync == "defer" else (LOSS, late, UPDATE)
     parallel = {"param_dtype": "bfloat16", "activation_checkpointing": recomputed, "sync": sync}
     setup = setup_of(4, family, layers=10, parallel=parallel, **sections)
 
@@ -143,6 +145,8 @@ def test_what_a_layer_adds_is_by_how_much_one_more_is_more(
             parts = [part for part in Kind if part not in (Kind.STATE, Kind.GATHERED)]  # the last layer is always gathered
             added = [more.moments[moment][part] - fewer.moments[moment][part] for part in parts]
             pairs.append((added, [one.of_layer(moment, kind)[part] for part in parts]))
+        at_loss, later = (more.moments[one].total() - fewer.moments[one].total() for one in (LOSS, late))
+        pairs.append((True, later <= at_loss))
         works = [traces.trace.step.work for traces in (fewer, more)]
         all_works = [sum((Counter(dict(done)) for name, done in work.items() if name != UPDATE), Counter()) for work in works]
         own, microbatches = LayerWork.of(one).layers[kind], one.trace.step.microbatches

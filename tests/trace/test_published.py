@@ -53,7 +53,7 @@ def test_some_held_out_rows() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)  # 25 forecasts, each with traces of its own
+@pytest.mark.timeout(900)  # 25 forecasts, each with a trace of its own
 def test_all_held_out_rows() -> None:
     errors = check(HELD_OUT)
     assert len(errors) == 25

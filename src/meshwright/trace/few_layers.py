@@ -166,7 +166,7 @@ class KeptLayers:
         by_kind: what a layer keeps until its backward, by its kind.
         outputs: the outputs of its parameters, by its kind.
         around: what is kept beside layers.
-        works: what a rank holds beside these while a layer is in backward, at the most.
+        works: what a rank holds beside what layers keep while a layer is in backward, at the most.
     """
 
     by_kind: Mapping[int, int]

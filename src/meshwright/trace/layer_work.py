@@ -112,27 +112,26 @@ class LayerWork:
     @classmethod
     def of(cls, traces: Traces) -> "LayerWork":
         """Read the work from the trace: a layer's is that of the traced layer which stands for it."""
-        plan, kinds, works = traces.setup.plan, traces.kinds, traces.trace.step.works
+        plan, kinds, step = traces.setup.plan, traces.kinds, traces.trace.step
+        works, work = step.works, step.work
         names = dict(zip(plan.layers, kinds, strict=True))
         units = Counter("" if unit.together else nearest(f"{unit.name}.", names) for unit in plan.fsdp_units)
-        of_step = [done for moment, done in works.items() if moment != UPDATE]
-        whole = total(work for done in of_step for work in done.values())
-        together = total(done.get(TOGETHER, {}) for done in of_step)
+        together = total(done.get(TOGETHER, {}) for moment, done in works.items() if moment != UPDATE)
         layers, forward = {}, {}
         for kind in set(kinds):
             example = traces.examples.get(kind, "")
             forward[kind] = total([works[FORWARD].get(example, {})])
             share = {one: int(traces.shares[kind] * value) for one, value in together.items()}
             layers[kind] = total((forward[kind], works.get(example, {}).get(example, {}), share))
-        rest = whole
+        rest = total(done for moment, done in work.items() if moment != UPDATE)
         for kind in kinds[: traces.first]:
             rest = _difference(rest, layers[kind])
-        times = 1 / traces.trace.step.microbatches
-        layers, forward = ({kind: _times(work, times) for kind, work in found.items()} for found in (layers, forward))
+        times = 1 / step.microbatches
+        layers, forward = ({kind: _times(done, times) for kind, done in found.items()} for found in (layers, forward))
         for name, kind in names.items():
             layers[kind][Work.UNITS] = units[name]
-        loss = _times(total(works[LOSS].values()), times)
-        return cls(layers, forward, Counter({**_times(rest, times), Work.UNITS: units[""]}), loss, names)
+        rest = Counter({**_times(rest, times), Work.UNITS: units[""]})
+        return cls(layers, forward, rest, _times(work[LOSS], times), names)
 
     def on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp`."""
@@ -140,20 +139,15 @@ class LayerWork:
 
     def on_stages(self, plan: ShardingPlan, stages: Sequence[int]) -> Counter[Work]:
         """Return the work of some stages of a rank."""
-        total = Counter(dict.fromkeys(Work, 0))
-        for name in layers_on(plan, stages):
-            total.update(self.layers[self.kinds[name]])
-        total.update(self.outside_layers(plan, stages))
-        return total
+        of_layers = (self.layers[self.kinds[name]] for name in layers_on(plan, stages))
+        return total((dict.fromkeys(Work, 0), *of_layers, self.outside_layers(plan, stages)))
 
     def forward_on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp` in a forward alone, of which that of the head is a third of its work in a step."""
-        total = Counter(dict.fromkeys(Work, 0))
-        for name in layers_on(plan, stages_of_rank(plan, rank)):
-            total.update(self.forward[self.kinds[name]])
-        if not plan.stages or len(plan.stages) - 1 in stages_of_rank(plan, rank):
-            total.update({kind: value / 3 for kind, value in self.loss.items()})
-        return total
+        stages = stages_of_rank(plan, rank)
+        of_layers = (self.forward[self.kinds[name]] for name in layers_on(plan, stages))
+        of_head = _times(self.loss, 1 / 3) if not plan.stages or len(plan.stages) - 1 in stages else {}
+        return total((dict.fromkeys(Work, 0), *of_layers, of_head))
 
     def outside_layers(self, plan: ShardingPlan, stages: Sequence[int]) -> Counter[Work]:
         """Return the work of a microbatch outside of layers on some stages: with a pipeline, that of the head and the loss."""

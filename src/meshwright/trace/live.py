@@ -66,7 +66,8 @@ TOGETHER = "together"
 """Stands in place of a layer for what a unit that holds parameters of many layers gathers and reduces."""
 
 Held = Mapping[tuple[str, Kind], int]
-"""Bytes by the layer in whose forward or backward they came to be, and by what they are for; outside of layers, it is empty."""
+"""Bytes by a layer and by what they are for. The layer is the one in whose forward or backward they came to be; it lasts until
+the next one begins. It is empty for what came to be before the first layer, in the loss or in the update."""
 
 
 def by_kind(held: Held) -> Counter[Kind]:
@@ -138,8 +139,9 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.held
 
     def begin(self, moment: str, layer: str = "") -> None:
-        """Begin a moment, or a layer's part in it. What is held most in a moment is kept under its name; it may begin several
-        times.
+        """Begin a moment, or a layer's part in it. What is held most in a moment is kept under its name.
+
+        A moment may begin several times.
         """
         self._moment, self._layer = moment, layer
         self._most = sum(self.moments[moment].values()) if moment in self.moments else -1
@@ -211,7 +213,7 @@ class LiveBytes(TorchDispatchMode):
                 self._see(item)
         if not (is_collective or func.is_view or _torch_compat.in_backward()) and self._reads_parameters(args):
             made = (item for item in tree_iter(result) if isinstance(item, torch.Tensor) and not self._is_gathered(item))
-            # What FSDP copies into a parameter is none.
+            # What FSDP copies into a parameter is no output.
             self._outputs[self._layer, Kind.OUTPUTS] += sum(item.nbytes for item in made)
         if is_collective:
             self._mark(func.name(), args, kwargs or {})

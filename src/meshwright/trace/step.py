@@ -64,11 +64,12 @@ class StepTrace:
     Attributes:
         moments: name of each moment to the bytes by kind when the rank held the most. The moments are ``forward``, ``loss``,
             the backward of each layer under its name, and ``update``.
-        works: the same moments to the work of the rank by layer and kind, of all microbatches; layers as in :mod:`trace.live`.
+        works: the same moments to the work of the rank by layer and kind, of all microbatches. Layers are as in
+            :data:`~meshwright.trace.live.Held`.
         microbatches: number of microbatches of the step.
         noted: the bytes by kind in the first microbatch, before the loss and after it.
         of_layers: name of what was noted, and of the moments of the loss, of the backward of the first two layers and of the
-            update, to the bytes of them by layer and kind.
+            update, to these bytes by layer and kind.
         state: bytes of shards of parameters and of the optimizer's state, buffers, and the batches of all microbatches.
         batch: bytes of the batch of one microbatch.
         peak: the most bytes at once.

@@ -59,7 +59,7 @@ class TracedSizes:
 
     Attributes:
         layers: name of each layer to what it keeps until its backward, and the outputs of its parameters.
-        around: what each stage keeps beside its layers.
+        around: what the stages of a microbatch each keep beside their layers, in the first and the last pass together.
         works: what a rank holds beside all these while a layer is in backward, at the most.
         buffers: buffers of the model and of a step.
         moments: the moments of a step of a few layers.
