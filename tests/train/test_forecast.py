@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.forecast import NICENESS, Expectation, compared, operations_of_step, part_of
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.run_files import Paths
+from tests.harness import LIMIT
 from tests.train.runs import rows, train
 
 Tiny = Callable[..., RunConfig]
@@ -62,10 +64,14 @@ def test_a_run_prints_both_and_knows_its_speed(
     """The run goes on before the forecast is there; here, later steps wait for it, so that few are enough. It needs no GPU."""
     monkeypatch.setattr(forecast, "NICENESS", 0)  # here, other tests leave nothing to a process that lets them go first
     step = Expectation.step
+    there = get_context("fork").Event()
 
     def after_the_forecast(expectation: Expectation) -> AbstractContextManager[None]:
-        if expectation._process is not None and expectation._left < 0:  # a step has run after those that warm up
-            expectation._process.wait()
+        if expectation._left < 0:  # a step has run after those that warm up
+            if expectation._process is not None:
+                expectation._process.wait()
+                there.set()
+            there.wait(LIMIT)  # every rank waits here, because a collective of the others would not wait as long
         return step(expectation)
 
     monkeypatch.setattr(Expectation, "step", after_the_forecast)
