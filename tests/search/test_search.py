@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.cli.main import app
+from meshwright.cli.plan_files import _rows
 from meshwright.errors import ConfigError
 from meshwright.plan.cost.hardware import Hardware, load_hardware
 from meshwright.plan.given.closed_choices import PipelineSchedule
@@ -339,10 +340,69 @@ def test_nothing_fits() -> None:
     setup = base(parallel=CHOICES, layout={"cp": 1, "pp": 1})
     answer = in_one_process(lambda: replace(search(setup, RANKS, small_device(0.45)), prices=()))
     assert answer.options == ()
-    assert "GiB too much" in answer.nearest
+    assert answer.lacks == "nothing fits"
+    assert answer.nearest.endswith("iB too much")
+    assert "does not fit: " in answer.own.words
     assert 0 < answer.tally.priced == answer.tally.do_not_fit
     assert answer.tally.too_large > answer.tally.priced
-    assert in_one_process(lambda: search(base(layout={"tp": 2}), 3, small_device(64.0)).tally.candidates) == 0
+
+
+def test_what_came_nearest_of_those_that_bounds_cut() -> None:
+    """On a device with next to no memory, nothing is priced but what is named."""
+    setup = base(parallel={**CHOICES, "activation_checkpointing": "none"}, layout={"cp": 1, "pp": 1})
+    answer = in_one_process(lambda: replace(search(setup, RANKS, small_device(0.01)), prices=()))
+    assert (answer.tally.priced, answer.tally.too_large) == (0, answer.tally.candidates - answer.tally.refused)
+    assert answer.nearest.endswith("iB too much")
+    assert answer.lacks == "nothing fits"
+
+
+def test_nothing_is_legal() -> None:
+    def answered(ranks: int, **sections: Any) -> tuple[str, str, int]:
+        answer = in_one_process(lambda: search(base(**sections), ranks, small_device(64.0)))
+        return answer.lacks, answer.advice, answer.tally.candidates
+
+    lacks, advice, candidates = answered(3, layout={"tp": 2})
+    assert (lacks, candidates) == ("no layout is legal", 0)
+    assert "--free layout" in advice
+    _, advice, _ = answered(4, layout={"pp": 1}, training={"microbatch_size": 16})
+    assert "--free layout,microbatch" in advice
+    _, advice, _ = answered(7, layout={"pp": 1})  # what is set is no hindrance
+    assert "legal are, among others, 4 or 8 ranks" in advice
+    lacks, advice, candidates = answered(2, layout={"pp": 2}, parallel={"pipeline": {"runs_per_step": 100}})
+    assert lacks == "no layout is legal"  # all are refused, which is no lack of memory
+    assert candidates > 0
+    assert not advice
+
+
+@pytest.mark.parametrize("rows", [3, 128])
+def test_all_microbatches_that_divide_are_searched(rows: int) -> None:
+    setup = base(training={"microbatch_size": rows, "global_batch_size": 768})
+    own = {branch.rows for branch in Space(setup, 2, NODE, ["microbatch"]).branches() if branch.layout.size("dp") == 2}
+    assert own == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, rows}
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_policy_that_parts_experts_is_searched(experts: bool) -> None:
+    setup = base("qwen3_moe" if experts else "llama")
+    choices = [
+        branch.choices["parallel.sync"]
+        for branch in Space(setup, RANKS, NODE, ["microbatch"]).branches()
+        if "parallel.sync" in branch.choices
+    ]
+    assert choices
+    assert all((None in one) is experts for one in choices)
+
+
+def test_the_configuration_itself_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the space lacks of what the user wrote, no answer is slower than that."""
+    monkeypatch.setattr(Space, "branches", lambda space: iter(()))
+    setup = base(layout={"dp_shard": 2, "dp_replicate": 1, "cp": 1, "pp": 1, "tp": 2}, parallel=CHOICES)
+    answer = in_one_process(lambda: replace(search(setup, RANKS, small_device(64.0)), prices=()))
+    (option,) = answer.options
+    assert option.overrides == ()
+    assert option.step_seconds == answer.own.step_seconds
+    assert answer.own.words == "is the best that was found"
+    assert [(row["own"], row["pareto"]) for row in _rows(answer)] == [(True, True)]
 
 
 CONFIG = """
@@ -384,6 +444,9 @@ def test_the_command(config: Path) -> None:
     answers = json.loads(text[text.index("{") :])["answers"]
     assert [answer["world_size"] for answer in answers] == [1, 2]
     assert all(answer["options"] and answer["tally"]["candidates"] for answer in answers)
+    best = answers[1]["options"][0]
+    assert best["cost"] == pytest.approx(2 * best["gpu_hours"])
+    assert best["cost_per_billion"] == pytest.approx(2 * best["gpu_hours_per_billion"])
     lines = [argument for argument in arguments if "=" in argument]
     found = in_one_process(lambda: replace(mw.Run(config, lines).search(2, gpu="h100"), prices=()))
     assert [list(one.overrides) for one in found.options] == [one["overrides"] for one in answers[1]["options"]]
@@ -399,6 +462,9 @@ def test_the_command(config: Path) -> None:
         (("--world-size", "2,4"), "several numbers are for searches"),
         (("--world-size", "two", "--search", "--gpu", "h100"), "positive whole numbers"),
         (("--search", "--gpu", "h100", "--diff", "x.json", "--html", "x.html", "-n", "2"), "shows one plan"),
+        (("--search", "--gpu", "h100", "--program"), "--search: --program shows one plan"),
+        (("--search", "--gpu", "h100", "--full"), "--search: --full shows one plan"),
+        (("--search", "--gpu", "h100", "--price", "inf"), "legal are numbers from 0 on"),
         (("--search", "--gpu", "h100", "--try", "1", "--world-size", "2,4"), "give one number"),
         (("--search", "--gpu", "h100", "--free", "every", "--world-size", "2"), "legal are layout"),
     ):

@@ -411,6 +411,7 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         ("memory_gib", "80 GB"),
         ("memory_gib", 0),
         ("achievable", 1.5),
+        ("reserved_gib", 500),
         ("hbm_tb_s", True),
         ("gpus_per_node", 2.5),
         ("remarks", "slow"),

@@ -1,5 +1,6 @@
 """The changes that save most time are legal, fit, and cost what they are said to cost."""
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import pytest
 
 from meshwright.plan.cost.hardware import load_hardware
+from meshwright.trace.changes import with_values
 from meshwright.trace.few_layers import Traces
-from meshwright.trace.speedups import Speedup, find_speedups
+from meshwright.trace.in_time.part_words import longer_in
+from meshwright.trace.speedups import Speedup, _candidates, find_speedups
 from meshwright.trace.time import forecast_time
-from meshwright.trace.verdict import fit
+from meshwright.trace.verdict import Verdict, fit
 from meshwright.train.config import overridden
-from meshwright.train.start.setup import RunSetup, make_setup
+from meshwright.train.start.setup import RunSetup, change_setup, make_setup
 from tests.harness import run_ranks
 from tests.trace.test_memory import setup_of
 
@@ -59,4 +62,38 @@ def test_what_is_written_for_an_axis_goes_with_it() -> None:
     setup = setup_of(4, layers=4, layout={"tp": 2}, parallel={"sequence_parallel": True, "compile": True})
     slow = {"link_gb_s": 0.01, "nic_gb_s": 0.01}
     found = [one.overrides for one in speedups_of(setup, **slow)]
-    assert ("layout.tp=1", "layout.dp_shard=null", "parallel.sequence_parallel=false") in found
+    assert ("layout.tp=1", "parallel.sequence_parallel=false") in found
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "expected"),
+    [
+        (4, {"layout": {"tp": 2, "dp_shard": 1, "dp_replicate": None}}, {"layout.tp": 1}),
+        (4, {"layout": {"tp": 2, "dp_shard": 2}}, {"layout.tp": 1, "layout.dp_shard": None}),
+        (
+            3,
+            {"layout": {"pp": 3}, "parallel": {"pipeline": {"schedule": "gpipe"}}, "training": {"global_batch_size": 24}},
+            {"layout.pp": 1, "parallel.pipeline.schedule": "1f1b"},
+        ),
+        (6, {"layout": {"cp": 6}, "data": {"files": ["drawn"], "sequence_length": 48}}, {"layout.cp": 3}),
+        (2, {"training": {"global_batch_size": 12}}, {"training.microbatch_size": 6}),
+        (2, {"training": {"global_batch_size": 32}}, {"training.microbatch_size": 4}),
+    ],
+    ids=["null replicas", "all written", "three stages", "six parts", "three microbatches", "eight microbatches"],
+)
+def test_a_change_of_any_size_is_legal(world: int, sections: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A layout has one size that is left open at the most, and sizes and numbers of microbatches may be odd."""
+    setup = setup_of(world, layers=6, **sections)
+    proposed = [dict(overrides) for overrides, _ in _candidates(setup, Verdict(True, 1, 1, "", {}))]
+    assert expected in proposed
+    change_setup(setup, with_values(setup.config, list(expected.items())), world, program=False)
+
+
+def test_the_reason_names_what_gets_shorter() -> None:
+    """Where the host is slow, compiled code wins by starting fewer operators, and not by fusing what they move."""
+    setup = setup_of(2, layers=4)
+    (compiled,) = (one for one in speedups_of(setup, launch_us=50.0) if one.overrides == ("parallel.compile=true",))
+    assert re.search(r"fuses.*: .* less in starting operators", compiled.reason)
+    assert longer_in({"tp": 3.0, "update": 2.0, "cp": 1.0}, {"tp": 1.0, "bubble": 9.0}, "less") == (
+        "2 s less in the update, 2 s less in communication over tp"
+    )

@@ -1,6 +1,7 @@
 """`meshwright plan`."""
 
 import gc
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,6 +132,8 @@ def plan(
         from meshwright.errors import ConfigError
 
         raise ConfigError("cli.exclusive", f"{' and '.join(chosen)}: give one of them")
+    shown = [*chosen, *(["--full"] if full else [])]
+    refuse_options(search=search, gpu=gpu, sizes=sizes, only={"--free": free, "--price": price, "--try": tried}, chosen=shown)
     if gpu is not None and chosen not in ([], ["--json"], *([["--diff"]] if html else [])):
         from meshwright.errors import ConfigError
 
@@ -146,7 +149,6 @@ def plan(
     files.check(gpu, chosen)
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
     files.measured  # noqa: B018  # and so is a wrong file
-    refuse_options(search=search, gpu=gpu, sizes=sizes, only={"--free": free, "--price": price, "--try": tried}, chosen=chosen)
     if search and hardware is not None:
         files.check_search(sizes)
         answers = search_layouts(
@@ -211,6 +213,8 @@ def plan(
 
             device = forecasts.hardware
             page.print(show_verdict(forecasts.verdict, device), show_time(forecasts.time, calibrated=device.calibrated))
+            if sys.stderr.isatty():
+                typer.echo("looking for changes that save time; each may take a trace of some seconds", err=True)
             page.print(show_speedups(forecasts.faster), show_remarks(device), highlight=False)
         else:
             page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)

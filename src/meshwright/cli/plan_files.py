@@ -147,7 +147,7 @@ def write_search(files: PlanFiles, answer: "Answer", overrides: Sequence[str], h
     from meshwright.train.proofs.records import Source
 
     if not answer.options:
-        return f"{files.html}: is not written, because nothing fits"
+        return f"{files.html}: is not written, because {answer.lacks}"
     best, setup = answer.options[0], answer.prices[0].setup
     source = Source(str(files.config), (*overrides, *best.overrides))
     limit = best.peak_bytes + best.margin_bytes
@@ -162,7 +162,7 @@ def write_search(files: PlanFiles, answer: "Answer", overrides: Sequence[str], h
 
 def _rows(answer: "Answer") -> list[dict[str, Any]]:
     """Return the candidates of a search as rows of a page."""
-    front = {(one.layout, one.overrides) for one in answer.front}
+    front, own = {(one.layout, one.overrides) for one in answer.front}, answer.own
     rows = []
     for option in {(one.layout, one.overrides): one for one in (*answer.options, *answer.front)}.values():
         rows.append(
@@ -176,13 +176,13 @@ def _rows(answer: "Answer") -> list[dict[str, Any]]:
                 "pareto": (option.layout, option.overrides) in front,
                 "limits": option.limit,
                 "proven": option.proven,
+                "own": own is not None and own.is_option(option),
             }
         )
-    if answer.own is not None and answer.options:
-        own, best = answer.own, answer.options[0]
+    if own is not None and answer.options and not any(row["own"] for row in rows):
+        best = answer.options[0]
         tokens = best.tokens_per_second * best.step_seconds / own.step_seconds  # the batch of a step is the same
         about = {"tokens_per_second": tokens, "step_seconds": own.step_seconds, "peak_bytes": own.peak_bytes, "fits": own.fits}
         told = {"name": own.layout or "one rank", "overrides": "", "limits": own.words, "proven": ""}
-        less = (one.step_seconds <= own.step_seconds and one.peak_bytes <= own.peak_bytes for one in answer.front)
-        rows.append({**told, **about, "pareto": not any(less), "own": True})
+        rows.append({**told, **about, "pareto": False, "own": True})
     return rows

@@ -1,6 +1,7 @@
 """`meshwright plan --search`."""
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,8 @@ def refuse_options(
         raise ConfigError("cli.exclusive", f"{given[0]}: is for searches; add --search")
     if search and gpu is None:
         raise ConfigError("cli.exclusive", "--search: needs a device; add --gpu h100 (or another one)")
+    if isinstance(price := only.get("--price"), float) and not math.isfinite(price):
+        raise ConfigError("cli.exclusive", f"--price={price}: legal are numbers from 0 on, such as 2.5")
     if search and (others := [name for name in chosen if name != "--json"]):
         raise ConfigError("cli.exclusive", f"--search: {others[0]} shows one plan; leave one of them out")
     if len(sizes) > 1 and not search:
@@ -106,7 +109,7 @@ def search_layouts(
         command = [sys.executable, "-m", "meshwright", "train", str(config), "--nproc", str(sizes[0]), *overrides]
         trials = measure(answers[0].options[:tried], lambda option: trial_of(option, command))
     if as_json:
-        content = {"answers": [answer.to_dict() for answer in answers]}
+        content = {"answers": [answer.to_dict(price) for answer in answers]}
         content |= {"trials": [{**vars(trial), "option": vars(trial.option)} for trial in trials]} if tried is not None else {}
         typer.echo(json.dumps(content, indent=1))
         return answers

@@ -73,7 +73,9 @@ def read_metrics(run: Path) -> RunMetrics:
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError("cli.metrics", f"{run}: {file.name}: {error.strerror or error}; metrics.jsonl writes it") from error
+        raise ConfigError(
+            "cli.metrics", f"{run}: {file.name}: {error.strerror or error}; a run with metrics.jsonl=true writes it"
+        ) from error
     found: dict[str, dict[int, float]] = {}
     unread = 0
     for line in lines:

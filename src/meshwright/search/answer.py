@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.layout import Layout
+from meshwright.layout import Layout, divisors
 from meshwright.plan.cost.hardware import Hardware
-from meshwright.plan.show.summary import seconds_text
-from meshwright.search.candidate_price import Price, Pricer, limit_of, words_of
+from meshwright.plan.show.summary import human_bytes
+from meshwright.search.candidate_price import Price, Pricer, limit_of
 from meshwright.search.find import MOST, Tally, find_best
-from meshwright.search.space import Candidate, Space
+from meshwright.search.space import FREE, Candidate, Space
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.in_time.part_words import longer_in
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import fit
@@ -64,6 +65,16 @@ class Option:
     gpu_hours: float | None
     gpu_hours_per_billion: float
 
+    def to_dict(self, price: float | None = None) -> dict[str, Any]:
+        """Return it as plain values, for JSON.
+
+        Args:
+            price: of a device for an hour; ``None``: no money is shown.
+        """
+        hours = {"cost": self.gpu_hours, "cost_per_billion": self.gpu_hours_per_billion} if price is not None else {}
+        costs = {name: None if value is None else value * (price or 0.0) for name, value in hours.items()}
+        return {**asdict(self), **costs}
+
 
 @dataclass(frozen=True)
 class Own:
@@ -83,6 +94,10 @@ class Own:
     fits: bool
     words: str
 
+    def is_option(self, option: Option) -> bool:
+        """Return whether one of the best layouts is this one."""
+        return (option.layout, option.step_seconds, option.peak_bytes) == (self.layout, self.step_seconds, self.peak_bytes)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -91,13 +106,14 @@ class Answer:
     Attributes:
         world_size: number of ranks.
         hardware: name of the devices.
-        options: the best layouts, the fastest first; empty: nothing fits.
+        options: the best layouts, the fastest first; empty: nothing fits, or nothing is legal.
         front: of all that was priced and fits, that than which nothing is both faster and smaller, the fastest first.
         own: the configuration's own layout; ``None``: it is not legal on these ranks.
         own_refused: why, in words; empty: it is legal.
         nearest: if nothing fits, what came nearest, in words; otherwise empty.
         tally: what became of all candidates.
         prices: the best, as they were priced.
+        advice: if there are no candidates, what to change so that there are some; otherwise empty.
     """
 
     world_size: int
@@ -109,14 +125,26 @@ class Answer:
     nearest: str
     tally: Tally
     prices: tuple[Price, ...] = ()
+    advice: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the answer as plain values, for JSON."""
-        names = ("world_size", "hardware", "own_refused", "nearest")
+    @property
+    def lacks(self) -> str:
+        """Why there are no options, in words; empty: there are some."""
+        if self.options:
+            return ""
+        return "nothing fits" if self.tally.too_large or self.tally.do_not_fit else "no layout is legal"
+
+    def to_dict(self, price: float | None = None) -> dict[str, Any]:
+        """Return the answer as plain values, for JSON.
+
+        Args:
+            price: of a device for an hour; ``None``: no money is shown.
+        """
+        names = ("world_size", "hardware", "own_refused", "nearest", "advice")
         return {
             **{name: getattr(self, name) for name in names},
-            "options": [asdict(one) for one in self.options],
-            "front": [asdict(one) for one in self.front],
+            "options": [one.to_dict(price) for one in self.options],
+            "front": [one.to_dict(price) for one in self.front],
             "own": None if self.own is None else asdict(self.own),
             "tally": asdict(self.tally),
         }
@@ -166,28 +194,41 @@ def search(
         )
     store = store or TraceStore(setup)
     space, pricer = Space(setup, world_size, hardware.gpus_per_node, free), Pricer(setup, hardware, store, load)
-    found = find_best(space, hardware, pricer, most, say)
+    own, refused = _own(setup, world_size, hardware, store, load)
+    found = find_best(space, hardware, pricer, most, say, own)
     best = found.best[0].seconds if found.best else 0.0
     margin = INDISTINCT[hardware.calibrated]
 
     def option(price: Price) -> Option:
         return _option(price, setup, source, as_fast=price.seconds <= (1 + margin) * best)
 
-    own, refused = _own(setup, world_size, hardware, store, load, found.best)
     nearest = ""
-    if found.smallest is not None:
-        over = found.smallest.verdict.peak_bytes - found.smallest.verdict.limit_bytes
-        nearest = f"{' '.join(found.smallest.candidate.overrides(setup.config))}: {over / 2**30:.1f} GiB too much"
+    if (smallest := found.smallest) is not None:
+        nearest = f"{' '.join(smallest.candidate.overrides(setup.config)) or '(nothing)'}: {_too_much(smallest)}"
     return Answer(
         world_size,
         hardware.name,
         tuple(map(option, found.best)),
         tuple(map(option, found.front)),
-        own,
+        None if own is None else _as_own(own, found.best),
         refused,
         nearest,
         found.tally,
         tuple(_with_program(setup, price) for price in found.best),
+        "" if found.tally.candidates else _advice(space, free),
+    )
+
+
+def _advice(space: Space, free: Sequence[str]) -> str:
+    """Say what to change if no layout is legal."""
+    kept = [name for name in ("layout", "microbatch") if not all(map(space.searches, FREE[name]))]
+    if any(True for _ in Space(space.setup, space.world_size, space.node, (*free, *kept)).branches()):
+        return f"--free {','.join(kept)} frees what the configuration sets"
+    batch, ranks = space.setup.config.training.global_batch_size, space.world_size
+    near = (max(size for size in divisors(batch) if size <= ranks), *(size for size in divisors(batch) if size > ranks))[:2]
+    numbers = " or ".join(f"{size:,}" for size in near)
+    return (
+        f"training.global_batch_size={batch:,} does not divide over {ranks:,} ranks; legal are, among others, {numbers} ranks"
     )
 
 
@@ -221,30 +262,31 @@ def _option(price: Price, base: RunSetup, source: Source | None, *, as_fast: boo
     )
 
 
-def _own(
-    setup: RunSetup, world_size: int, hardware: Hardware, store: TraceStore, load: float, best: Sequence[Price]
-) -> tuple[Own | None, str]:
-    """Return the layout of the configuration on these ranks, and why it is not the best; or why it is refused."""
+def _own(setup: RunSetup, world_size: int, hardware: Hardware, store: TraceStore, load: float) -> tuple[Price | None, str]:
+    """Return what the configuration costs on these ranks as it is; or why it is refused."""
     try:
         own = change_setup(setup, setup.config, world_size)
         traces = Traces(own, load=load, store=store)
         verdict = fit(own, hardware, traces)
     except MeshwrightError as error:
         return None, str(error.problems[0])
-    candidate = Candidate(own.layout, ())
-    price = Price(candidate, own, verdict, forecast_time(own, hardware, traces))
-    words = _words(price, best[0]) if best else "nothing fits"
-    return Own(str(own.layout), price.seconds, verdict.peak_bytes, verdict.fits, words), ""
+    return Price(Candidate(own.layout, ()), own, verdict, forecast_time(own, hardware, traces)), ""
+
+
+def _as_own(own: Price, best: Sequence[Price]) -> Own:
+    """Return the layout of the configuration, and why it is not the best."""
+    verdict = own.verdict
+    words = _words(own, best[0]) if verdict.fits else f"does not fit: {_too_much(own)}"
+    return Own(str(own.candidate.layout), own.seconds, verdict.peak_bytes, verdict.fits, words)
+
+
+def _too_much(price: Price) -> str:
+    """Return by how much a layout does not fit."""
+    return f"{human_bytes(price.verdict.peak_bytes - price.verdict.limit_bytes)} too much"
 
 
 def _words(own: Price, best: Price) -> str:
     """Say why a layout is slower than the best one: the parts of its step that take longer."""
-    if not own.verdict.fits:
-        return f"does not fit: {(own.verdict.peak_bytes - own.verdict.limit_bytes) / 2**30:.1f} GiB too much"
     if own.seconds <= best.seconds * 1.0001:
         return "is the best that was found"
-    names = own.time.parts.keys() | best.time.parts.keys()
-    longer = {name: own.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
-    most = sorted(((seconds, name) for name, seconds in longer.items() if seconds > 0), reverse=True)[:2]
-    parts = ", ".join(f"{seconds_text(seconds, 2)} more in {words_of(name)}" for seconds, name in most)
-    return f"takes {own.seconds / best.seconds:.2f} times the best: {parts}"
+    return f"takes {own.seconds / best.seconds:.2f} times the best: {longer_in(own.time.parts, best.time.parts, 'more')}"

@@ -1,18 +1,18 @@
 """What a candidate costs: the forecasts of `plan --gpu`, with traces and facts that all candidates share."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.search.space import Candidate
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.in_time.part_words import words_of
 from meshwright.trace.kept_traces import TraceStore
 from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.verdict import Verdict, fit
 from meshwright.train.start.setup import RunSetup, change_setup
 
-__all__ = ["Price", "Pricer", "limit_of", "words_of"]
+__all__ = ["Price", "Pricer", "limit_of"]
 
 
 @dataclass(frozen=True)
@@ -90,26 +90,9 @@ class Pricer:
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
 
-_WORDS: Mapping[str, str] = {
-    "elementwise": "operators beside products",
-    "launches": "starting operators",
-    "update": "the update",
-    "host": "copies to and from the host",
-    "bubble": "waits for other stages",
-    "beyond": "what is not modelled",
-    "products": "products",
-    "attention": "attention",
-}
-
-
-def words_of(part: str) -> str:
-    """Return what a part of a step is, in words; those that are not told here are communication over an axis."""
-    return _WORDS.get(part, f"communication over {part}")
-
-
 def limit_of(price: Price) -> str:
     """Return what keeps a candidate from being faster, in words: the largest part of its step beside products and attention."""
     others = {name: seconds for name, seconds in price.time.parts.items() if name not in ("products", "attention")}
     name, seconds = max(others.items(), key=lambda part: part[1])
-    compiles = name == "elementwise" and not price.setup.plan.options.compile
+    compiles = name in ("elementwise", "launches") and not price.setup.plan.options.compile
     return f"{seconds / price.seconds:.0%} {words_of(name)}{': compile' if compiles else ''}"

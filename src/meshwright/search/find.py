@@ -8,6 +8,7 @@ nothing fits, one schedule or method of ``cp`` of a branch is left out if its le
 """
 
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,9 @@ TOLD = 10
 CLEARLY = 1.05
 """Times the memory of a device: as long as nothing fits, the leanest candidate of each way to run a branch is tried first, and
 if it needs more than that, no other one is."""
+
+NEAREST = 8
+"""Candidates that are remembered in case that nothing fits: of those with the least bounds some may be refused."""
 
 _Bounded = tuple[float, int, Candidate]
 """A candidate after its bound and its place in its branch."""
@@ -80,7 +84,12 @@ class Found:
 
 
 def find_best(
-    space: Space, hardware: Hardware, pricer: Pricer, most: int = MOST, say: Callable[[str], None] = lambda line: None
+    space: Space,
+    hardware: Hardware,
+    pricer: Pricer,
+    most: int = MOST,
+    say: Callable[[str], None] = lambda line: None,
+    own: Price | None = None,
 ) -> Found:
     """Return the best candidates of a space.
 
@@ -90,8 +99,9 @@ def find_best(
         pricer: prices candidates.
         most: number of layouts to return.
         say: called with a line now and then.
+        own: the configuration as it is, which is found too if it fits, although the space may lack some of its values.
     """
-    return _Search(space, hardware, pricer, most, say).run()
+    return _Search(space, hardware, pricer, most, say).run(own)
 
 
 class _Search:
@@ -101,12 +111,14 @@ class _Search:
         self.best: dict[object, Price] = {}
         self.priced: list[Price] = []
         self.smallest: Price | None = None
-        self.nearest: tuple[float, Candidate] | None = None
+        self.nearest: list[tuple[float, Candidate]] = []
         self.too_large: dict[object, list[Candidate]] = {}
         self.made = pricer.store.made
 
-    def run(self) -> Found:
+    def run(self, own: Price | None) -> Found:
         begun = time.monotonic()
+        if own is not None and own.verdict.fits:
+            self._found(own)
         branches = list(self.space.branches())
         self.tally.candidates = sum(branch.size for branch in branches)
         self.say(
@@ -160,8 +172,9 @@ class _Search:
         for number, candidate in enumerate(candidates):
             if self.bounds.refused(branch, candidate):
                 self.tally.refused += 1
-            elif self.bounds.bytes(branch, candidate) > self.bounds.limit:
+            elif (needed := self.bounds.bytes(branch, candidate)) > self.bounds.limit:
                 self.tally.too_large += 1
+                self._missed(needed, candidate)
             else:
                 kept.append((self.bounds.seconds(branch, candidate), number, candidate))
         kept, fitting = self._lean_first(branch, kept)
@@ -213,8 +226,7 @@ class _Search:
         if needed > self.bounds.limit:
             self.tally.too_large += 1
             self.too_large.setdefault(_slicing(candidate), []).append(candidate)
-            if self.nearest is None or needed < self.nearest[0]:
-                self.nearest = needed, candidate
+            self._missed(needed, candidate)
             return needed, None
         price = None if setup is None else self.pricer.price(candidate, setup)
         if price is None:
@@ -229,19 +241,31 @@ class _Search:
             if self.smallest is None or price.verdict.peak_bytes < self.smallest.verdict.peak_bytes:
                 self.smallest = price
             return price.verdict.peak_bytes, None
-        self.priced.append(price)
-        own = self.best.get(candidate.layout)
-        if own is None or price.seconds < own.seconds:
-            self.best[candidate.layout] = price
+        self._found(price)
         return price.verdict.peak_bytes, price
 
+    def _found(self, price: Price) -> None:
+        """Count a candidate that fits."""
+        self.priced.append(price)
+        other = self.best.get(price.candidate.layout)
+        if other is None or price.seconds < other.seconds:
+            self.best[price.candidate.layout] = price
+
+    def _missed(self, needed: float, candidate: Candidate) -> None:
+        """Remember a candidate that was cut by a bound of its memory, if few have a lower one."""
+        if not self.best and (len(self.nearest) < NEAREST or needed < self.nearest[-1][0]):
+            insort(self.nearest, (needed, candidate), key=lambda one: one[0])
+            del self.nearest[NEAREST:]
+
     def _came_nearest(self) -> Price | None:
-        """Return what needs the least memory. Of those that were cut by their plans, the one with the least bound is priced."""
+        """Return what needs the least memory. Of those that were cut by bounds, the least one that is legal is priced."""
         smallest = self.smallest
-        if self.nearest is not None and (smallest is None or self.nearest[0] < smallest.verdict.peak_bytes):
-            price = self.pricer.price(self.nearest[1])
-            if price is not None and (smallest is None or price.verdict.peak_bytes < smallest.verdict.peak_bytes):
-                return price
+        for needed, candidate in self.nearest:
+            if smallest is not None and needed >= smallest.verdict.peak_bytes:
+                break
+            price = self.pricer.price(candidate)
+            if price is not None:
+                return price if smallest is None or price.verdict.peak_bytes < smallest.verdict.peak_bytes else smallest
         return smallest
 
 
@@ -268,8 +292,9 @@ def _lateness(candidate: Candidate) -> int:
 def never_faster(candidate: Candidate, than: Candidate) -> bool:
     """Return whether a candidate can be told never to be faster than another one of its branch, without prices."""
     for (key, value), (_, other) in zip(candidate.values, than.values, strict=True):
-        order = _FASTER_FIRST.get(key)
-        if value != other and (order is None or order.index(value) < order.index(other)):
+        order = _FASTER_FIRST.get(key, ())
+        later = value in order and other in order and order.index(value) > order.index(other)
+        if value != other and not later:
             return False
     return True
 

@@ -30,22 +30,20 @@ def show_answer(answer: Answer, command: str, price: float | None = None) -> Ren
         alike = sum(one.as_fast for one in answer.options)
         if alike > 1:
             lines.append(f"the forecast cannot tell the first {alike} apart (=): measure them, --try {min(alike, 3)}")
-        front = [one for one in answer.front if one.overrides not in {best.overrides for best in answer.options[:1]}]
+        sizes = {human_bytes(one.peak_bytes): one for one in (*reversed(answer.front), answer.options[0])}
+        front = [one for one in answer.front if sizes.get(human_bytes(one.peak_bytes)) is one]  # of the same size, the fastest
         if front:
             lines.append("Slower, and smaller (of all that were priced):")
             lines += [
                 f"  {seconds_text(one.step_seconds)}, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}"
                 for one in front
             ]
-    elif not answer.tally.candidates:
-        lines.append(
-            f"[red]no layout is legal[/red] on {answer.world_size:,} ranks with what the configuration sets; "
-            "--free layout,microbatch frees its sizes"
-        )
     else:
-        lines.append(f"[red]nothing fits[/red] on {answer.world_size:,} x {escape(answer.hardware)}")
+        lines.append(f"[red]{answer.lacks}[/red] on {answer.world_size:,} x {escape(answer.hardware)}")
         if answer.nearest:
             lines.append(f"nearest: {escape(answer.nearest)}")
+        if answer.advice:
+            lines.append(answer.advice)
     if answer.own is not None:
         lines.append(f"your own layout ({escape(answer.own.layout)}) {escape(answer.own.words)}")
     else:
@@ -109,7 +107,7 @@ def show_scaling(answers: Sequence[Answer], price: float | None = None) -> Rende
     first = next((answer.options[0] for answer in answers if answer.options), None)
     for answer in answers:
         if not answer.options or first is None:
-            table.add_row(f"{answer.world_size:,}", "nothing fits")
+            table.add_row(f"{answer.world_size:,}", answer.lacks)
             continue
         one = answer.options[0]
         hours = one.gpu_hours if one.gpu_hours is not None else one.gpu_hours_per_billion

@@ -50,7 +50,7 @@ ONLY_FREED = ("optimizer.kind",)
 """Keys that are searched only if they are named, because they change what is computed."""
 
 MOST_ROWS = 64
-"""Sequences of a microbatch, at most."""
+"""Sequences of a microbatch, at most, unless the configuration has more."""
 
 LEAST_PART = 256
 """Tokens of a rank's part of a sequence, at least, in each of the two chunks that it has."""
@@ -173,10 +173,14 @@ class Space:
         }
         """Keys that are searched."""
 
+    def searches(self, key: str) -> bool:
+        """Return whether a key is searched; a size that is null always is."""
+        value = value_of(self.setup.config, key)
+        return key in self.free or (key.startswith("layout.") and value in (None, -1))
+
     def _axis(self, axis: str, values: Iterable[int]) -> tuple[int, ...]:
         """Return the sizes of an axis: those given, or the one that the configuration sets."""
-        asked = getattr(self.setup.config.layout, axis)
-        return tuple(values) if f"layout.{axis}" in self.free or asked in (None, -1) else (asked,)
+        return tuple(values) if self.searches(f"layout.{axis}") else (getattr(self.setup.config.layout, axis),)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield the layouts that the number of ranks and the model allow."""
@@ -212,10 +216,10 @@ class Space:
             share, rest = divmod(training.global_batch_size, layout.size("dp"))
             if rest:
                 continue
-            rows = [size for size in divisors(share) if size <= MOST_ROWS and size & (size - 1) == 0]
-            if "training.microbatch_size" not in self.free:
-                rows = [training.microbatch_size] if share % training.microbatch_size == 0 else []
-            for size in rows:
+            own, free = training.microbatch_size, "training.microbatch_size" in self.free
+            for size in divisors(share):
+                if size != own and not (free and size <= MOST_ROWS):
+                    continue
                 yield Branch(layout, size, share // size, self._choices(layout, share // size))
 
     @property
@@ -236,7 +240,10 @@ class Space:
             "parallel.loss_chunks": (None,),
         }
         if layout.size("dp_cp") > 1 and microbatches > 1:
-            found["parallel.sync"] = tuple(SyncPolicy)
+            found["parallel.sync"] = (
+                *SyncPolicy,
+                *((None,) if self.sizes.experts else ()),
+            )  # null may part experts from others
         if layout.size("tp") > 1:
             found["parallel.sequence_parallel"] = (True, False)
         if layout.size("cp") > 1:

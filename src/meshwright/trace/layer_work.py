@@ -1,7 +1,7 @@
 """The work of a rank by layers, from a trace of a few, and the seconds that it takes on a device."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.axes.pipeline.stage_plan import stages_of_rank
@@ -139,15 +139,19 @@ class LayerWork:
 
     def on_stages(self, plan: ShardingPlan, stages: Sequence[int]) -> Counter[Work]:
         """Return the work of some stages of a rank."""
-        of_layers = (self.layers[self.kinds[name]] for name in layers_on(plan, stages))
-        return total((dict.fromkeys(Work, 0), *of_layers, self.outside_layers(plan, stages)))
+        of_layers = self._of_layers(self.layers, layers_on(plan, stages))
+        return total((dict.fromkeys(Work, 0), of_layers, self.outside_layers(plan, stages)))
 
     def forward_on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp` in a forward alone, of which that of the head is a third of its work in a step."""
         stages = stages_of_rank(plan, rank)
-        of_layers = (self.forward[self.kinds[name]] for name in layers_on(plan, stages))
+        of_layers = self._of_layers(self.forward, layers_on(plan, stages))
         of_head = _times(self.loss, 1 / 3) if not plan.stages or len(plan.stages) - 1 in stages else {}
-        return total((dict.fromkeys(Work, 0), *of_layers, of_head))
+        return total((dict.fromkeys(Work, 0), of_layers, of_head))
+
+    def _of_layers(self, of_kinds: Mapping[int, Counter[Work]], names: Iterable[str]) -> Counter[Work]:
+        """Return the work of some layers together, if this is that of one of each kind."""
+        return total(_times(of_kinds[kind], number) for kind, number in Counter(self.kinds[name] for name in names).items())
 
     def outside_layers(self, plan: ShardingPlan, stages: Sequence[int]) -> Counter[Work]:
         """Return the work of a microbatch outside of layers on some stages: with a pipeline, that of the head and the loss."""
@@ -157,22 +161,17 @@ class LayerWork:
 
     def by_kind(self, plan: ShardingPlan, rank: int) -> dict[str, Counter[Work]]:
         """Return the work of a rank of `pp` by kind of layer, and the rest."""
-        names = layers_on(plan, stages_of_rank(plan, rank))
+        stages = stages_of_rank(plan, rank)
         alike: dict[int, list[str]] = {}
-        for name in names:
+        for name in layers_on(plan, stages):
             alike.setdefault(self.kinds[name], []).append(name)
-        found = {
-            f"{len(same_layers)} x {same_layers[0]}": Counter(
-                {one: value * len(same_layers) for one, value in self.layers[kind].items()}
-            )
-            for kind, same_layers in alike.items()
-        }
-        return {**found, "the rest": _difference(self.on_rank(plan, rank), total(found.values()))}
+        found = {f"{len(names)} x {names[0]}": _times(self.layers[kind], len(names)) for kind, names in alike.items()}
+        return {**found, "the rest": self.outside_layers(plan, stages)}
 
     def whole_model(self) -> float:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
-        forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in OPERATIONS)
-        return 3 * forward + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
+        forward = self._of_layers(self.forward, self.kinds)
+        return 3 * sum(forward[one] for one in OPERATIONS) + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
 
 
 def layers_on(plan: ShardingPlan, stages: Sequence[int]) -> list[str]:

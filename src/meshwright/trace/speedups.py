@@ -5,11 +5,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.layout import AXES, divisors
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.price import totals
 from meshwright.plan.given.closed_choices import SyncPolicy
-from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, with_values, without_axis
+from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, value_of, with_values, without_axis
 from meshwright.trace.few_layers import Traces
+from meshwright.trace.in_time.part_words import longer_in
 from meshwright.trace.time import TimeForecast, forecast_time
 from meshwright.trace.verdict import Verdict, fit
 from meshwright.train.start.setup import RunSetup, change_setup
@@ -29,7 +31,7 @@ class Speedup:
 
     Attributes:
         overrides: what to append to the command.
-        reason: why it is faster, in words.
+        reason: what it does, and which parts of the step it makes shorter, in words.
         step_seconds: a step with it.
         saved: share of the step that it saves.
         peak_bytes: memory of the fullest rank with it.
@@ -61,28 +63,27 @@ def find_speedups(
     if not verdict.fits or setup.teacher is not None:
         return ()
     found = []
-    for overrides, reason in _candidates(setup, verdict, time):
+    for overrides, reason in _candidates(setup, verdict):
         try:
             config = with_values(setup.config, overrides)
             changed = change_setup(setup, config, setup.layout.world_size, program=False)
             own = replace(traces, setup=changed)
-            other = fit(changed, hardware, own)
-            seconds = forecast_time(changed, hardware, own).step_seconds
+            other, after = fit(changed, hardware, own), forecast_time(changed, hardware, own)
         except MeshwrightError:  # the change is illegal for this run
             continue
-        saved = 1 - seconds / time.step_seconds
+        saved = 1 - after.step_seconds / time.step_seconds
         if other.fits and saved >= LEAST:
             words = tuple(f"{key}={override_text(value)}" for key, value in overrides)
-            found.append(Speedup(words, reason, seconds, saved, other.peak_bytes))
+            because = f"{reason}: {longer_in(time.parts, after.parts, 'less')}"
+            found.append(Speedup(words, because, after.step_seconds, saved, other.peak_bytes))
     return tuple(sorted(found, key=lambda change: change.step_seconds)[:PROPOSED])
 
 
-def _candidates(setup: RunSetup, verdict: Verdict, time: TimeForecast) -> Iterator[tuple[Overrides, str]]:
+def _candidates(setup: RunSetup, verdict: Verdict) -> Iterator[tuple[Overrides, str]]:
     plan, layout, config = setup.plan, setup.layout, setup.config
     options, parallel = plan.options, config.parallel
     if not options.compile:
-        share = (time.parts.get("elementwise", 0.0) + time.parts.get("launches", 0.0)) / time.step_seconds
-        yield [("parallel.compile", True)], f"{share:.0%} of the step are operators beside products, which the compiler fuses"
+        yield [("parallel.compile", True)], "the compiler fuses operators beside products"
     if any(unit.sync is not SyncPolicy.DEFER for unit in plan.fsdp_units) and options.microbatches > 1:
         held = totals(plan)
         more = sum(row.gathered_bytes + row.reduced_bytes for row in plan.parameters) // layout.size("pp")
@@ -91,11 +92,19 @@ def _candidates(setup: RunSetup, verdict: Verdict, time: TimeForecast) -> Iterat
             yield [("parallel.sync", "defer")], "parameters are gathered, and gradients reduced, once a step"
     for mode in KEPT_FIRST[: min(2, KEPT_FIRST.index(parallel.activation_checkpointing))]:
         yield [("parallel.activation_checkpointing", mode.value)], "less is recomputed"
-    rows = config.training.microbatch_size
-    if options.microbatches % 2 == 0:
-        yield [("training.microbatch_size", 2 * rows)], "half the microbatches: fewer collectives, larger products"
+    if options.microbatches > 1:
+        times = _least_factor(options.microbatches)
+        rows = times * config.training.microbatch_size
+        yield [("training.microbatch_size", rows)], f"{'half' if times == 2 else f'1/{times} of'} the microbatches"
     for axis in ("tp", "cp", "pp"):
         if (size := layout.size(axis)) > 1:
-            back = list(without_axis(parallel, axis)) if size == 2 else []  # what is written for the axis goes with it
-            halved = [(f"layout.{axis}", size // 2), ("layout.dp_shard", None), *back]
-            yield halved, f"less communication and waiting over {axis}"
+            fewer = size // _least_factor(size)
+            back = list(without_axis(parallel, axis)) if fewer == 1 else []  # what is written for the axis goes with it
+            others = (value_of(config, f"layout.{other}") for other in AXES if other != axis)
+            filled = [] if any(value in (None, -1) for value in others) else [("layout.dp_shard", None)]  # one axis may be null
+            yield [(f"layout.{axis}", fewer), *filled, *back], f"fewer ranks for {axis}, more for data"
+
+
+def _least_factor(number: int) -> int:
+    """Return the smallest prime factor of a number above 1."""
+    return divisors(number)[1]

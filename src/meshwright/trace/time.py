@@ -9,6 +9,7 @@ devices that were calibrated.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from meshwright.layout import Layout
@@ -220,8 +221,9 @@ class StageTurns:
 
     def exposed(self, hardware: Hardware, recording: Recording | None = None) -> float:
         """Return the seconds of a step in which collectives over data ranks are not hidden."""
-        hidden = 1 - exposed_share(self.plan, self.turns, self.rest, price_of(self.plan.layout, hardware), recording)
-        return (1 - hardware.overlap * hidden) * _seconds_of_units(self.plan, hardware)
+        price = price_of(self.plan.layout, hardware)
+        hidden = 1 - exposed_share(self.plan, self.turns, self.rest, price, recording)
+        return (1 - hardware.overlap * hidden) * _seconds_of_units(self.plan, price)
 
 
 def stage_turns(plan: ShardingPlan, stage: int, whole: LayerWork, rates: Rates, waits: float) -> StageTurns:
@@ -235,11 +237,12 @@ def stage_turns(plan: ShardingPlan, stage: int, whole: LayerWork, rates: Rates, 
         waits: seconds of collectives inside of a layer in a microbatch, half of them forward.
     """
     part = rows_on_stages(plan, [stage])
-    kinds = {name: kind for name, kind in whole.kinds.items() if name in part.layers}
-    both = {name: sum(rates.spent(whole.layers[kind]).values()) for name, kind in kinds.items()}
-    ahead = {name: sum(rates.spent(whole.forward[kind]).values()) for name, kind in kinds.items()}
-    turns = {name: Turn(ahead[name] + waits / 2, both[name] - ahead[name] + waits / 2) for name in kinds}
-    return StageTurns(part, turns, sum(rates.spent(whole.outside_layers(plan, [stage])).values()), waits / 2)
+    both, ahead = (
+        {kind: sum(rates.spent(work).values()) for kind, work in works.items()} for works in (whole.layers, whole.forward)
+    )
+    turns = {kind: Turn(ahead[kind] + waits / 2, both[kind] - ahead[kind] + waits / 2) for kind in both}
+    of_layers = {name: turns[whole.kinds[name]] for name in part.layers}
+    return StageTurns(part, of_layers, sum(rates.spent(whole.outside_layers(plan, [stage])).values()), waits / 2)
 
 
 def seconds_of_stages(plan: ShardingPlan, whole: LayerWork, rates: Rates, waits: float) -> list[float]:
@@ -256,13 +259,13 @@ def seconds_of_stages(plan: ShardingPlan, whole: LayerWork, rates: Rates, waits:
 
 
 def price_of(layout: Layout, hardware: Hardware) -> Price:
-    """Return what says the seconds of one collective of a layout, by axis, kind and bytes."""
-    return lambda axis, kind, size: collective_seconds(layout, hardware, axis, kind, 1, size)
+    """Return what says the seconds of one collective of a layout, by axis, kind and bytes. Most units ask the same."""
+    return cache(lambda axis, kind, size: collective_seconds(layout, hardware, axis, kind, 1, size))
 
 
-def _seconds_of_units(stage: ShardingPlan, hardware: Hardware) -> float:
+def _seconds_of_units(stage: ShardingPlan, price: Price) -> float:
     """Return the seconds of all collectives over data ranks in a step."""
-    total = 0.0
+    seconds = 0.0
     for unit in stage.fsdp_units:
         axis, traffic = shard_axis(stage.layout, unit.kind), unit_traffic(stage, unit)
         calls = (
@@ -270,5 +273,5 @@ def _seconds_of_units(stage: ShardingPlan, hardware: Hardware) -> float:
             (axis, "reduce_scatter", traffic.reduce_scatters, traffic.reduce_scatter_bytes),
             ("dp_replicate", "all_reduce", traffic.all_reduces, traffic.all_reduce_bytes),
         )
-        total += sum(collective_seconds(stage.layout, hardware, *call) for call in calls)
-    return total
+        seconds += sum(number * price(where, kind, size // number) for where, kind, number, size in calls if number)
+    return seconds

@@ -141,6 +141,11 @@ def load_hardware(name: str, option: str = "--gpu") -> Hardware:
             for key in ("achievable", "attention", "overlap")
             if values[key] > 1
         ]
+        reserved, memory = values["reserved_gib"], values["memory_gib"]
+        if reserved >= memory:
+            problems.add(
+                "hardware.value", f"{where}: reserved_gib={reserved} leaves nothing of memory_gib={memory}; legal is less"
+            )
     if problems:
         raise ConfigError(problems)
     texts = {"name": str(values["name"]), "torch_name": str(values.get("torch_name", "")), "remarks": tuple(remarks)}
