@@ -52,21 +52,21 @@ def refuses(kind: type[MeshwrightError], code: str) -> Iterator[pytest.Exception
     assert code in caught.value.codes, caught.value
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: bool = True) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: bool = True, limit: int = LIMIT) -> list[Any]:
     """Call ``function(rank, *args)`` on ``world_size`` forked ranks and return their results by rank.
 
-    ``group=False``: without a process group.
+    ``group=False``: without a process group. ``limit``: seconds for all of them.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-test-") as folder:
         context = mp.get_context("fork")
         ranks = [
-            context.Process(target=_rank, args=(function, rank, world_size, Path(folder), args, group), daemon=False)
+            context.Process(target=_rank, args=(function, rank, world_size, Path(folder), args, group, limit), daemon=False)
             for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(timeout=LIMIT)
+            process.join(timeout=limit)
         outcomes = []
         for rank, process in enumerate(ranks):
             if process.is_alive():
@@ -81,10 +81,18 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
         return [value for _, value in outcomes]
 
 
-def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: tuple[Any, ...], group: bool) -> None:
+def _rank(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: Path,
+    args: tuple[Any, ...],
+    group: bool,
+    limit: int,
+) -> None:
     keep_inherited()
     stuck = open(folder / f"stuck-{rank}", "w")  # noqa: SIM115 - open as long as the rank runs
-    faulthandler.dump_traceback_later(LIMIT - 15, file=stuck)
+    faulthandler.dump_traceback_later(limit - 15, file=stuck)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
