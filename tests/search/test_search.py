@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,13 @@ import meshwright as mw
 from meshwright.cli.main import app
 from meshwright.cli.plan_files import _rows
 from meshwright.errors import ConfigError
+from meshwright.layout import Layout
 from meshwright.plan.cost.hardware import Hardware, load_hardware
 from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.search.answer import Option, base_of, search
 from meshwright.search.bounds import Bounds
 from meshwright.search.candidate_price import Price, Pricer
-from meshwright.search.find import find_best, front_of
+from meshwright.search.find import _Search, find_best, front_of
 from meshwright.search.measure import Trial, measure, trial_of
 from meshwright.search.space import Branch, Candidate, Space
 from meshwright.trace.few_layers import Traces
@@ -162,7 +164,7 @@ def test_the_winners_are_those_of_pricing_everything(
 
     times, priced, candidates = in_one_process(found, 4 * LIMIT)
     best: dict[Any, float] = {}
-    for begin in range(0, candidates, AT_ONCE):
+    for begin in range(0, len(all_candidates(small_space(setup, []))), AT_ONCE):
         for seconds, fits, own, shares in in_one_process(partial(priced_from, begin)):
             assert max(shares) <= 1.0
             if fits and seconds < best.get(own, float("inf")):
@@ -373,8 +375,8 @@ def test_nothing_is_legal() -> None:
     lacks, advice, candidates = answered(3, layout={"tp": 2})
     assert (lacks, candidates) == ("no layout is legal", 0)
     assert "--free layout" in advice
-    _, advice, _ = answered(4, layout={"pp": 1}, training={"microbatch_size": 16})
-    assert "--free layout,microbatch" in advice
+    _, advice, _ = answered(4, layout={"pp": 1, "tp": 1, "cp": 1}, training={"microbatch_size": 16})
+    assert "--free microbatch " in advice  # that is enough
     _, advice, _ = answered(7, layout={"pp": 1})  # what is set is no hindrance
     assert "legal are, among others, 4 or 8 ranks" in advice
     lacks, advice, candidates = answered(2, layout={"pp": 2}, parallel={"pipeline": {"runs_per_step": 100}})
@@ -390,16 +392,36 @@ def test_all_microbatches_that_divide_are_searched(rows: int) -> None:
     assert own == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, rows}
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_the_policy_that_parts_experts_is_searched(experts: bool) -> None:
-    setup = base("qwen3_moe" if experts else "llama")
-    choices = [
-        branch.choices["parallel.sync"]
-        for branch in Space(setup, RANKS, NODE, ["microbatch"]).branches()
-        if "parallel.sync" in branch.choices
-    ]
-    assert choices
-    assert all((None in one) is experts for one in choices)
+@pytest.mark.parametrize(
+    ("family", "budget", "parts"),
+    [("qwen3_moe", 0.0003, True), ("qwen3_moe", 8.0, False), ("qwen3_moe", 0.00001, False), ("llama", 0.0003, False)],
+)
+def test_a_policy_that_parts_experts_is_searched_where_there_is_one(family: str, budget: float, parts: bool) -> None:
+    """Elsewhere null is one of the three."""
+    setup = base(family, parallel={"sync_budget_gib": budget})
+    found = [branch.choices.get("parallel.sync", ()) for branch in Space(setup, RANKS, NODE, ["microbatch"]).branches()]
+    assert any(found)
+    assert any(None in choices for choices in found) is parts
+
+
+def test_what_is_tried_first_and_left_out_last() -> None:
+    """Of a policy that is left open the bounds know little; the configuration itself says nothing of layouts without `cp`."""
+    setup = base("qwen3_moe", parallel={"sync_budget_gib": 0.0003})
+    space = small_space(setup)
+    found = _Search(space, small_device(64.0), Pricer(setup, small_device(64.0), TraceStore(setup)), 5, print)
+    found.bounds = SimpleNamespace(bytes=lambda _, one: 0.0 if dict(one.values)["parallel.sync"] is None else 1.0)  # type: ignore[assignment]
+    branch = next(branch for branch in space.branches() if None in branch.choices.get("parallel.sync", ()))
+    leanest = min(branch.candidates(), key=lambda one: found._lean(branch, one))
+    assert dict(leanest.values)["parallel.sync"] is not None
+
+    def price(cp: int) -> Any:
+        candidate = Candidate(Layout(cp=cp, dp_shard=4 // cp).resolve(4), ())
+        return SimpleNamespace(candidate=candidate, seconds=1.0, setup=setup)
+
+    found._found(price(2))
+    assert not found._nothing_to_gain(1)
+    found._found(price(1))
+    assert found._nothing_to_gain(1)
 
 
 def test_the_configuration_itself_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +434,9 @@ def test_the_configuration_itself_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert option.step_seconds == answer.own.step_seconds
     assert answer.own.words == "is the best that was found"
     assert [(row["own"], row["pareto"]) for row in _rows(answer)] == [(True, True)]
+    slower = replace(answer.own, step_seconds=2 * option.step_seconds)
+    assert [row["own"] for row in _rows(replace(answer, own=slower))] == [False, True]
+    assert not answer.advice
 
 
 CONFIG = """

@@ -213,7 +213,7 @@ def plan(
 
             device = forecasts.hardware
             page.print(show_verdict(forecasts.verdict, device), show_time(forecasts.time, calibrated=device.calibrated))
-            if sys.stderr.isatty():
+            if sys.stderr.isatty() and forecasts.verdict.fits and setup.teacher is None:
                 typer.echo("looking for changes that save time; each may take a trace of some seconds", err=True)
             page.print(show_speedups(forecasts.faster), show_remarks(device), highlight=False)
         else:

@@ -110,7 +110,11 @@ def search_layouts(
         trials = measure(answers[0].options[:tried], lambda option: trial_of(option, command))
     if as_json:
         content = {"answers": [answer.to_dict(price) for answer in answers]}
-        content |= {"trials": [{**vars(trial), "option": vars(trial.option)} for trial in trials]} if tried is not None else {}
+        content |= (
+            {"trials": [{**vars(trial), "option": trial.option.to_dict(price)} for trial in trials]}
+            if tried is not None
+            else {}
+        )
         typer.echo(json.dumps(content, indent=1))
         return answers
     page = console()

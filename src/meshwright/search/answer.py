@@ -10,7 +10,7 @@ from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.show.summary import human_bytes
 from meshwright.search.candidate_price import Price, Pricer, limit_of
 from meshwright.search.find import MOST, Tally, find_best
-from meshwright.search.space import FREE, Candidate, Space
+from meshwright.search.space import Candidate, Space
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.in_time.part_words import longer_in
 from meshwright.trace.kept_traces import TraceStore
@@ -71,9 +71,10 @@ class Option:
         Args:
             price: of a device for an hour; ``None``: no money is shown.
         """
-        hours = {"cost": self.gpu_hours, "cost_per_billion": self.gpu_hours_per_billion} if price is not None else {}
-        costs = {name: None if value is None else value * (price or 0.0) for name, value in hours.items()}
-        return {**asdict(self), **costs}
+        if price is None:
+            return asdict(self)
+        cost = None if self.gpu_hours is None else price * self.gpu_hours
+        return {**asdict(self), "cost": cost, "cost_per_billion": price * self.gpu_hours_per_billion}
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class Answer:
         """Why there are no options, in words; empty: there are some."""
         if self.options:
             return ""
-        return "nothing fits" if self.tally.too_large or self.tally.do_not_fit else "no layout is legal"
+        too_large = self.nearest or self.tally.too_large or self.tally.do_not_fit
+        return "nothing fits" if too_large else "no layout is legal"
 
     def to_dict(self, price: float | None = None) -> dict[str, Any]:
         """Return the answer as plain values, for JSON.
@@ -204,7 +206,8 @@ def search(
 
     nearest = ""
     if (smallest := found.smallest) is not None:
-        nearest = f"{' '.join(smallest.candidate.overrides(setup.config)) or '(nothing)'}: {_too_much(smallest)}"
+        how = " ".join(smallest.candidate.overrides(setup.config)) or "the configuration as it is"
+        nearest = f"{how}: {_too_much(smallest)}"
     return Answer(
         world_size,
         hardware.name,
@@ -215,21 +218,27 @@ def search(
         nearest,
         found.tally,
         tuple(_with_program(setup, price) for price in found.best),
-        "" if found.tally.candidates else _advice(space, free),
+        "" if found.best or found.tally.candidates else _advice(space, free),
     )
 
 
 def _advice(space: Space, free: Sequence[str]) -> str:
     """Say what to change if no layout is legal."""
-    kept = [name for name in ("layout", "microbatch") if not all(map(space.searches, FREE[name]))]
-    if any(True for _ in Space(space.setup, space.world_size, space.node, (*free, *kept)).branches()):
-        return f"--free {','.join(kept)} frees what the configuration sets"
-    batch, ranks = space.setup.config.training.global_batch_size, space.world_size
-    near = (max(size for size in divisors(batch) if size <= ranks), *(size for size in divisors(batch) if size > ranks))[:2]
-    numbers = " or ".join(f"{size:,}" for size in near)
-    return (
-        f"training.global_batch_size={batch:,} does not divide over {ranks:,} ranks; legal are, among others, {numbers} ranks"
-    )
+
+    def legal(ranks: int, names: Sequence[str]) -> bool:
+        return any(True for _ in Space(space.setup, ranks, space.node, names).branches())
+
+    for more in (("microbatch",), ("layout",), ("layout", "microbatch")):
+        names = tuple(dict.fromkeys((*free, *more)))
+        if legal(space.world_size, names):
+            return f"--free {','.join(names)} frees what the configuration sets"
+    sizes = [size for size in divisors(space.setup.config.training.global_batch_size) if legal(size, free)]
+    near = [*(size for size in sizes if size < space.world_size)][-1:] + [*(size for size in sizes if size > space.world_size)][
+        :1
+    ]
+    words = f"; legal are, among others, {' or '.join(f'{size:,}' for size in near)} ranks" if near else ""
+    batch = space.setup.config.training.global_batch_size
+    return f"training.global_batch_size={batch:,} and the model do not divide over {space.world_size:,} ranks{words}"
 
 
 def _with_program(base: RunSetup, price: Price) -> Price:
@@ -265,7 +274,7 @@ def _option(price: Price, base: RunSetup, source: Source | None, *, as_fast: boo
 def _own(setup: RunSetup, world_size: int, hardware: Hardware, store: TraceStore, load: float) -> tuple[Price | None, str]:
     """Return what the configuration costs on these ranks as it is; or why it is refused."""
     try:
-        own = change_setup(setup, setup.config, world_size)
+        own = change_setup(setup, setup.config, world_size, program=False)
         traces = Traces(own, load=load, store=store)
         verdict = fit(own, hardware, traces)
     except MeshwrightError as error:

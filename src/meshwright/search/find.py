@@ -1,10 +1,11 @@
 """Finds the best layouts: branches in the order of their bounds, until no bound is below the worst of the best few.
 
-A branch is a layout with a size of microbatches. Of each, the fastest candidate that fits is looked for. A candidate is priced
-only if its bounds are within the device's memory, below the time of the best candidate of its layout, and below that of the
-last of the best layouts. So the best few are those that pricing all would give, as long as the bounds hold, and but for two
-rules that are no bounds. Larger ``cp`` is left out if the best candidate recomputes nothing for lack of room. As long as
-nothing fits, one schedule or method of ``cp`` of a branch is left out if its leanest candidate does not fit.
+A branch is a layout with a size of microbatches. Of each, the fastest candidate that fits is looked for. A candidate is
+priced only if its bounds are within the device's memory, below the time of the best candidate of its layout, and below that
+of the last of the best layouts. So the best few are those that pricing all would give, as long as the bounds hold, and but
+for two rules that are no bounds. Larger ``cp`` is left out if the best candidate without it recomputes nothing for lack of
+room. As long as nothing fits, one schedule or method of ``cp`` of a branch is left out if its leanest candidate does not fit.
+The configuration as it is takes part, whether the space has it or not.
 """
 
 import time
@@ -119,6 +120,8 @@ class _Search:
         begun = time.monotonic()
         if own is not None and own.verdict.fits:
             self._found(own)
+        else:
+            self.smallest = own
         branches = list(self.space.branches())
         self.tally.candidates = sum(branch.size for branch in branches)
         self.say(
@@ -127,7 +130,7 @@ class _Search:
         least = min((branch.layout.size("cp") for branch in branches), default=1)
         self._look_at([branch for branch in branches if branch.layout.size("cp") == least])
         others = [branch for branch in branches if branch.layout.size("cp") > least]
-        if self._nothing_to_gain():
+        if self._nothing_to_gain(least):
             self.tally.too_slow += sum(branch.size for branch in others)
         else:
             self._look_at(others)
@@ -147,14 +150,16 @@ class _Search:
                 return
             self._look_into(branches[number])
 
-    def _nothing_to_gain(self) -> bool:
-        """Return whether more ranks for a sequence cannot help: they send and copy more, and hold fewer activations.
+    def _nothing_to_gain(self, least: int) -> bool:
+        """Return whether more ranks for a sequence than the least cannot help: they send and copy more, and hold fewer
+        activations.
 
         So they win only where the best candidate recomputes or offloads for lack of room, and need not.
         """
-        if not self.best:
+        without = [price for price in self.best.values() if price.candidate.layout.size("cp") == least]
+        if not without:
             return False
-        best = min(self.best.values(), key=lambda price: price.seconds)
+        best = min(without, key=lambda price: price.seconds)
         options, free = best.setup.plan.options, self.space.free
         recomputes = options.activation_checkpointing is not ActivationCheckpointing.NONE and _MODE in free
         return not recomputes and not (options.cpu_offload and _OFFLOAD in free)
@@ -206,7 +211,7 @@ class _Search:
         fitting: list[Candidate] = []
         for own in ways.values():
             if not self.best:
-                leanest = min(own, key=lambda one: (self.bounds.bytes(branch, one[2]), -_lateness(one[2])))
+                leanest = min(own, key=lambda one: self._lean(branch, one[2]))
                 own.remove(leanest)
                 needed, price = self._try(branch, leanest[2])
                 fitting += [leanest[2]] if price is not None else []
@@ -215,6 +220,11 @@ class _Search:
                     continue
             others += own
         return others, fitting
+
+    def _lean(self, branch: Branch, candidate: Candidate) -> tuple[bool, float, int]:
+        """Return by what candidates are ordered so that the leanest is first. Of an open policy little is known."""
+        open_policy = dict(candidate.values).get(_SYNC, SyncPolicy.REDUCE_EACH) is None
+        return open_policy, self.bounds.bytes(branch, candidate), -_lateness(candidate)
 
     def _try(self, branch: Branch, candidate: Candidate) -> tuple[float, Price | None]:
         """Plan a candidate, and price it if it may fit.
@@ -258,14 +268,14 @@ class _Search:
             del self.nearest[NEAREST:]
 
     def _came_nearest(self) -> Price | None:
-        """Return what needs the least memory. Of those that were cut by bounds, the least one that is legal is priced."""
+        """Return what needs the least memory. Of those that were cut by bounds, the ones with the least are priced."""
         smallest = self.smallest
         for needed, candidate in self.nearest:
             if smallest is not None and needed >= smallest.verdict.peak_bytes:
                 break
             price = self.pricer.price(candidate)
-            if price is not None:
-                return price if smallest is None or price.verdict.peak_bytes < smallest.verdict.peak_bytes else smallest
+            if price is not None and (smallest is None or price.verdict.peak_bytes < smallest.verdict.peak_bytes):
+                smallest = price
         return smallest
 
 

@@ -35,7 +35,8 @@ def show_answer(answer: Answer, command: str, price: float | None = None) -> Ren
         if front:
             lines.append("Slower, and smaller (of all that were priced):")
             lines += [
-                f"  {seconds_text(one.step_seconds)}, {human_bytes(one.peak_bytes)}: {escape(' '.join(one.overrides))}"
+                f"  {seconds_text(one.step_seconds)}, {human_bytes(one.peak_bytes)}: "
+                f"{escape(' '.join(one.overrides)) or '(nothing)'}"
                 for one in front
             ]
     else:
@@ -52,7 +53,7 @@ def show_answer(answer: Answer, command: str, price: float | None = None) -> Ren
     cut = f"{tally.too_large:,} too large and {tally.too_slow:,} too slow by their bounds, {tally.refused:,} refused"
     priced = f"{tally.priced:,} priced, of which {tally.do_not_fit:,} do not fit"
     lines.append(f"{tally.candidates:,} candidates in {tally.seconds:.0f} s: {cut}, {priced}; {tally.traces} traces were made")
-    if tally.codes and not tally.priced:
+    if tally.codes and not answer.options and not tally.priced:
         most = sorted(tally.codes.items(), key=lambda one: -one[1])[:3]
         lines.append(f"what refused most (docs/errors.md): {', '.join(f'{code} ({number:,})' for code, number in most)}")
     return Group(*lines)

@@ -10,12 +10,14 @@ Left out, because something else is never worse:
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextMethod, PipelineSchedule, SyncPolicy
+from meshwright.plan.result.sharding_plan import EXPERTS
 from meshwright.trace.changes import OF_AXES, override_text, value_of, without_axis
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup
@@ -232,6 +234,21 @@ class Space:
             modes.add(parallel.activation_checkpointing)
         return compiled or bool(modes - {ActivationCheckpointing.NONE})
 
+    def _parts_experts(self, layout: Layout) -> bool:
+        """Return whether `sync: null` may give experts another policy than the rest; otherwise it is one of the policies."""
+        others, experts = self._unsharded
+        budget = self.setup.plan.options.sync_budget
+        return others / layout.size("tp") <= budget < others + experts / layout.ep
+
+    @cached_property
+    def _unsharded(self) -> tuple[int, int]:
+        """The bytes that `defer` keeps unsharded through a step on one rank: of what is no expert, and of experts."""
+        plan, sizes = self.setup.plan, [0, 0]
+        kinds = {unit.name: unit.kind for unit in plan.units}
+        for row in plan.parameters:
+            sizes[kinds[row.unit] == EXPERTS] += row.gathered_bytes + row.reduced_bytes
+        return sizes[False], sizes[True]
+
     def _choices(self, layout: Layout, microbatches: int) -> dict[str, tuple[Any, ...]]:
         found: dict[str, tuple[Any, ...]] = {
             "parallel.compile": (True, False),
@@ -240,10 +257,7 @@ class Space:
             "parallel.loss_chunks": (None,),
         }
         if layout.size("dp_cp") > 1 and microbatches > 1:
-            found["parallel.sync"] = (
-                *SyncPolicy,
-                *((None,) if self.sizes.experts else ()),
-            )  # null may part experts from others
+            found["parallel.sync"] = (*SyncPolicy, *((None,) if self._parts_experts(layout) else ()))
         if layout.size("tp") > 1:
             found["parallel.sequence_parallel"] = (True, False)
         if layout.size("cp") > 1:

@@ -102,7 +102,7 @@ def _candidates(setup: RunSetup, verdict: Verdict) -> Iterator[tuple[Overrides, 
             back = list(without_axis(parallel, axis)) if fewer == 1 else []  # what is written for the axis goes with it
             others = (value_of(config, f"layout.{other}") for other in AXES if other != axis)
             filled = [] if any(value in (None, -1) for value in others) else [("layout.dp_shard", None)]  # one axis may be null
-            yield [(f"layout.{axis}", fewer), *filled, *back], f"fewer ranks for {axis}, more for data"
+            yield [(f"layout.{axis}", fewer), *filled, *back], f"fewer ranks for {axis}"
 
 
 def _least_factor(number: int) -> int:
