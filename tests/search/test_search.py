@@ -189,6 +189,7 @@ def test_the_winners_are_those_of_pricing_everything(
         ),
     ],
 )
+@pytest.mark.timeout(900)
 def test_no_bound_is_above_its_price(family: str, number: int, tokens: int, tmp_path: Path) -> None:
     """Candidates are drawn from all that a run leaves open: layouts, schedules, recomputation, offload, compile.
 
@@ -213,7 +214,7 @@ def test_no_bound_is_above_its_price(family: str, number: int, tokens: int, tmp_
             for share in shares_of_price(bounds, branch, one, price)
         ]
 
-    shares = in_one_process(found)
+    shares = in_one_process(found, 4 * LIMIT)
     assert [(candidate, share) for candidate, share in shares if share > 1] == []
     assert len({candidate for candidate, _ in shares}) == number
 
