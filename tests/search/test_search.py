@@ -23,6 +23,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.plan.cost.hardware import Hardware, load_hardware
 from meshwright.plan.given.closed_choices import PipelineSchedule
+from meshwright.plan.show.summary import human_bytes
 from meshwright.search.answer import Option, base_of, search
 from meshwright.search.bounds import Bounds
 from meshwright.search.candidate_price import Price, Pricer
@@ -362,9 +363,17 @@ def test_nothing_fits() -> None:
 def test_what_came_nearest_of_those_that_bounds_cut() -> None:
     """On a device with next to no memory, nothing is priced but what is named."""
     setup = base(parallel={**CHOICES, "activation_checkpointing": "none"}, layout={"cp": 1, "pp": 1})
-    answer = in_one_process(lambda: replace(search(setup, RANKS, small_device(0.01)), prices=()))
+    device = small_device(0.01)
+
+    def least() -> int:
+        pricer = Pricer(setup, device, TraceStore(setup))
+        prices = [pricer.price(candidate) for _, candidate in all_candidates(small_space(setup, []))]
+        return min(price.verdict.peak_bytes for price in prices if price is not None)
+
+    answer = in_one_process(lambda: replace(search(setup, RANKS, device), prices=()))
+    lacking = human_bytes(in_one_process(least) - round(device.memory_gib * 2**30))
+    assert answer.nearest.endswith(f": {lacking} too much")
     assert (answer.tally.priced, answer.tally.too_large) == (0, answer.tally.candidates - answer.tally.refused)
-    assert answer.nearest.endswith("iB too much")
     assert answer.lacks == "nothing fits"
 
 

@@ -16,6 +16,7 @@ from meshwright.cli.main import app
 from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.plan.cost.hardware import known_hardware, load_hardware
 from meshwright.plan.cost.price import totals
+from meshwright.trace.changes import with_values
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of
 from meshwright.trace.held.memory import MemoryForecast, forecast_memory, memory_moments
@@ -23,10 +24,10 @@ from meshwright.trace.layer_work import LayerWork
 from meshwright.trace.live import Kind
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, run_step, trace_step
 from meshwright.trace.time import forecast_time
-from meshwright.trace.verdict import ALLOCATOR, Verdict, fit, judge
+from meshwright.trace.verdict import ALLOCATOR, Verdict, _candidates, fit, judge
 from meshwright.trace.work import Work
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.start.setup import RunSetup, make_setup
+from meshwright.train.start.setup import RunSetup, change_setup, make_setup
 from tests.harness import run_ranks
 
 
@@ -420,6 +421,27 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
             load_hardware(str(device(tmp_path, **{key: value})))
     with pytest.raises(ConfigError, match="--gpu=nothing: unknown; legal are a100, "):
         load_hardware("nothing")
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "expected"),
+    [
+        (
+            6,
+            {"layout": {"dp_replicate": 3, "dp_shard": 2}, "training": {"global_batch_size": 24}},
+            {"layout.dp_replicate": 1, "layout.dp_shard": 6},
+        ),
+        (4, {"layout": {"dp_replicate": 2, "dp_shard": 2, "tp": None}}, {"layout.dp_replicate": 1, "layout.dp_shard": 4}),
+        (4, {"layout": {"dp_replicate": None, "dp_shard": 2}}, {"layout.tp": 2}),
+        (4, {"layout": {"dp_replicate": 2, "dp_shard": 2}}, {"layout.tp": 2, "layout.dp_shard": None}),
+        (2, {"training": {"microbatch_size": 9, "global_batch_size": 18}}, {"training.microbatch_size": 3}),
+    ],
+    ids=["three replicas", "null slices", "null replicas", "all written", "nine sequences"],
+)
+def test_a_change_that_would_fit_is_legal_for_any_size(world: int, sections: dict[str, Any], expected: dict[str, Any]) -> None:
+    setup = setup_of(world, layers=6, **sections)
+    assert expected in [dict(overrides) for overrides, _ in _candidates(setup)]
+    change_setup(setup, with_values(setup.config, list(expected.items())), world, program=False)
 
 
 def test_the_command_says_it() -> None:

@@ -232,13 +232,11 @@ def _advice(space: Space, free: Sequence[str]) -> str:
         names = tuple(dict.fromkeys((*free, *more)))
         if legal(space.world_size, names):
             return f"--free {','.join(names)} frees what the configuration sets"
-    sizes = [size for size in divisors(space.setup.config.training.global_batch_size) if legal(size, free)]
-    near = [*(size for size in sizes if size < space.world_size)][-1:] + [*(size for size in sizes if size > space.world_size)][
-        :1
-    ]
+    batch, ranks = space.setup.config.training.global_batch_size, space.world_size
+    sizes = [size for size in divisors(batch) if legal(size, free)]
+    near = [size for size in sizes if size < ranks][-1:] + [size for size in sizes if size > ranks][:1]
     words = f"; legal are, among others, {' or '.join(f'{size:,}' for size in near)} ranks" if near else ""
-    batch = space.setup.config.training.global_batch_size
-    return f"training.global_batch_size={batch:,} and the model do not divide over {space.world_size:,} ranks{words}"
+    return f"no layout divides the model and training.global_batch_size={batch:,} over {ranks:,} ranks{words}"
 
 
 def _with_program(base: RunSetup, price: Price) -> Price:

@@ -3,11 +3,22 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from meshwright.layout import AXES, divisors
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.train.config import RunConfig
 from meshwright.train.schema.parallel_config import ParallelConfig
 
-__all__ = ["KEPT_FIRST", "OF_AXES", "Overrides", "override_text", "value_of", "with_values", "without_axis"]
+__all__ = [
+    "KEPT_FIRST",
+    "OF_AXES",
+    "Overrides",
+    "filled",
+    "least_factor",
+    "override_text",
+    "value_of",
+    "with_values",
+    "without_axis",
+]
 
 Overrides = Sequence[tuple[str, Any]]
 """Keys of the configuration with their values."""
@@ -34,6 +45,17 @@ def without_axis(parallel: ParallelConfig, axis: str) -> Iterator[tuple[str, Any
         default = value_of(type(parallel)(), key)
         if value_of(parallel, key) != default:
             yield f"parallel.{key}", default
+
+
+def filled(config: RunConfig, axis: str) -> list[tuple[str, Any]]:
+    """Return what must go with another size of an axis, so that data ranks take the rest: nothing if a size is open already."""
+    others = (value_of(config, f"layout.{other}") for other in AXES if other != axis)
+    return [] if any(size in (None, -1) for size in others) else [("layout.dp_shard", None)]
+
+
+def least_factor(number: int) -> int:
+    """Return the smallest prime factor of a number above 1."""
+    return divisors(number)[1]
 
 
 def value_of(section: Any, key: str) -> Any:

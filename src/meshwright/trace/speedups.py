@@ -5,11 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout import AXES, divisors
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.price import totals
 from meshwright.plan.given.closed_choices import SyncPolicy
-from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, value_of, with_values, without_axis
+from meshwright.trace.changes import KEPT_FIRST, Overrides, filled, least_factor, override_text, with_values, without_axis
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.in_time.part_words import longer_in
 from meshwright.trace.time import TimeForecast, forecast_time
@@ -93,18 +92,11 @@ def _candidates(setup: RunSetup, verdict: Verdict) -> Iterator[tuple[Overrides, 
     for mode in KEPT_FIRST[: min(2, KEPT_FIRST.index(parallel.activation_checkpointing))]:
         yield [("parallel.activation_checkpointing", mode.value)], "less is recomputed"
     if options.microbatches > 1:
-        times = _least_factor(options.microbatches)
+        times = least_factor(options.microbatches)
         rows = times * config.training.microbatch_size
         yield [("training.microbatch_size", rows)], f"{'half' if times == 2 else f'1/{times} of'} the microbatches"
     for axis in ("tp", "cp", "pp"):
         if (size := layout.size(axis)) > 1:
-            fewer = size // _least_factor(size)
+            fewer = size // least_factor(size)
             back = list(without_axis(parallel, axis)) if fewer == 1 else []  # what is written for the axis goes with it
-            others = (value_of(config, f"layout.{other}") for other in AXES if other != axis)
-            filled = [] if any(value in (None, -1) for value in others) else [("layout.dp_shard", None)]  # one axis may be null
-            yield [(f"layout.{axis}", fewer), *filled, *back], f"fewer ranks for {axis}"
-
-
-def _least_factor(number: int) -> int:
-    """Return the smallest prime factor of a number above 1."""
-    return divisors(number)[1]
+            yield [(f"layout.{axis}", fewer), *filled(config, axis), *back], f"fewer ranks for {axis}"

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.given.closed_choices import SyncPolicy
-from meshwright.trace.changes import KEPT_FIRST, Overrides, override_text, with_values
+from meshwright.trace.changes import KEPT_FIRST, Overrides, filled, least_factor, override_text, with_values
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.held.memory import MemoryForecast, memory_moments, moments_of_stages
 from meshwright.trace.held.stage_memory import TracedSizes
@@ -160,21 +160,28 @@ def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
         cost = "rounds the moments to 8 bits; needs pip install 'meshwright[torchao]'"
         yield [("optimizer.kind", "adamw8bit"), *_without_fused(config)], cost
     if rows > 1:
-        yield [("training.microbatch_size", rows // 2)], "smaller products, and twice the microbatches"
+        times = least_factor(rows)
+        yield [("training.microbatch_size", rows // times)], f"smaller products, and {_as_many(times)} the microbatches"
         together["training.microbatch_size"] = 1
-    if layout.size("dp_replicate") > 1:
-        half = layout.size("dp_replicate") // 2
-        sizes = [("layout.dp_replicate", half), ("layout.dp_shard", None)]
-        yield sizes, "parameters are gathered over twice the ranks"
+    if (replicas := layout.size("dp_replicate")) > 1:
+        times = least_factor(replicas)
+        sizes = [("layout.dp_replicate", replicas // times), ("layout.dp_shard", times * layout.size("dp_shard"))]
+        yield sizes, f"parameters are gathered over {_as_many(times)} the ranks"
     if layout.size("tp") > 1 and not parallel.sequence_parallel:
         yield [("parallel.sequence_parallel", True)], "nothing"
         together["parallel.sequence_parallel"] = True
     for axis in ("tp", "cp"):
-        sizes = [(f"layout.{axis}", 2 * layout.size(axis)), ("layout.dp_shard", None)]
-        yield sizes, f"twice the communication over {axis}, in each layer"
+        yield (
+            [(f"layout.{axis}", 2 * layout.size(axis)), *filled(config, axis)],
+            f"twice the communication over {axis}, in each layer",
+        )
     if len(together) > 1:
         yield list(together.items()), "all of it together"
     yield [*together.items(), ("parallel.cpu_offload", True)], "shards travel to and from the host in each step"
+
+
+def _as_many(times: int) -> str:
+    return "twice" if times == 2 else f"{times} times"
 
 
 def _without_fused(config: RunConfig) -> list[tuple[str, Any]]:
