@@ -6,16 +6,17 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.models.reading.context.mixers_of_model import trace_mixers
-from meshwright.models.reading.context.trace_context import trace_attentions
+from meshwright.models.reading.context.trace_context import attentions_of_all, trace_attentions
 from meshwright.models.reading.fused_matrices import trace_fused
 from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
 from meshwright.models.reading.pipeline.cut_trace import trace_stages
 from meshwright.models.reading.pipeline.halved_backward import halves_backward
 from meshwright.models.reading.pipeline.traced_slices import trace_carried
+from meshwright.models.reading.repeated_layers import RepeatedLayers
 from meshwright.models.reading.router_choices import count_choices
 from meshwright.models.reading.tensor.mixer_parameters import trace_mixer_parameters
-from meshwright.models.reading.tensor.pairs import trace_pairs
+from meshwright.models.reading.tensor.pairs import pairs_of_all, trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
 from meshwright.plan.given.attentions import Attentions
 from meshwright.plan.given.cut_points import Carried, RankSlices, StageFacts
@@ -40,10 +41,18 @@ class ModelTraces(Traces):
         model: the model, on any device; it may be inside a ``PeftModel``.
         experts: its mixtures, which are not called, because what they do depends on values.
         counts_runs: whether modules may run several times or not at all. The structure of a known family says that they do not.
+        reads_all: whether all layers are read: one that looks like another may compute something else.
     """
 
-    def __init__(self, model: "PreTrainedModel", experts: Sequence[ExpertsRule] = (), *, counts_runs: bool = True) -> None:
-        self.model, self.experts, self.counts_runs = model, experts, counts_runs
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        experts: Sequence[ExpertsRule] = (),
+        *,
+        counts_runs: bool = True,
+        reads_all: bool = True,
+    ) -> None:
+        self.model, self.experts, self.counts_runs, self.reads_all = model, experts, counts_runs, reads_all
         self._mixers: dict[int, Mapping[str, MixerShare]] = {}
         self._mixer_parameters: dict[int, Mapping[str, tuple[str, ...]]] = {}
         self._halves: dict[tuple[frozenset[str], str, str], bool] = {}
@@ -57,10 +66,23 @@ class ModelTraces(Traces):
         found: T = self._found[key]
         return found
 
+    def _of_few(self, trace: Callable[[], T], of_all: Callable[[T, RepeatedLayers], T | None]) -> T:
+        """Return what a trace finds. If it passes over layers that repeat others, it may find nothing that holds for all."""
+        if not self.reads_all and self._repeated:
+            with self._repeated.passed_over():
+                found = trace()
+            if (whole := of_all(found, self._repeated)) is not None:
+                return whole
+        return trace()
+
+    @cached_property
+    def _repeated(self) -> RepeatedLayers:
+        return RepeatedLayers(self.model)
+
     @cached_property
     def attentions(self) -> Attentions:
         """See :func:`~meshwright.models.reading.context.trace_context.trace_attentions`."""
-        return trace_attentions(self.model, self.experts)
+        return self._of_few(partial(trace_attentions, self.model, self.experts), attentions_of_all)
 
     def mixers(self, ranks: int) -> Mapping[str, MixerShare]:
         """See :func:`~meshwright.models.reading.context.mixers_of_model.trace_mixers`."""
@@ -77,7 +99,7 @@ class ModelTraces(Traces):
     @cached_property
     def head(self) -> HeadFacts:
         """See :func:`~meshwright.models.reading.output_layer.trace_head`."""
-        return trace_head(self.model, self.experts)
+        return self._of_few(partial(trace_head, self.model, self.experts), lambda found, _: None if found.problem else found)
 
     @cached_property
     def runs(self) -> Mapping[str, tuple[int, int]]:
@@ -111,7 +133,7 @@ class ModelTraces(Traces):
 
     def pairs(self, layers: Sequence[str]) -> Pairs:
         """See :func:`~meshwright.models.reading.tensor.pairs.trace_pairs`."""
-        return self._once("pairs", layers, trace_pairs)
+        return self._once("pairs", layers, lambda *given: self._of_few(partial(trace_pairs, *given), pairs_of_all))
 
     def fused(self, layers: Sequence[str]) -> Mapping[str, Apart]:
         """See :func:`~meshwright.models.reading.fused_matrices.trace_fused`."""

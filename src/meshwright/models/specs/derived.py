@@ -56,7 +56,10 @@ class DefaultParallelizationStrategy(ParallelizationStrategy):
 
 def _around(spec: ParallelSpec) -> ParallelSpec:
     """Return the spec of a ``PeftModel`` from that of the model inside it. A forward need not use all of its adapters."""
-    return replace(under_prefix(spec, "base_model.model."), uses_all_parameters=False)
+    around = replace(under_prefix(spec, "base_model.model."), uses_all_parameters=False)
+    if isinstance(spec.traces, partial) and "experts" in spec.traces.keywords:
+        return replace(around, traces=partial(spec.traces, experts=around.experts))
+    return around
 
 
 def base_of_peft(model: nn.Module) -> nn.Module | None:
@@ -125,7 +128,9 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         structure=known or _shared_heads(modules, styles),
         # A subclass has the structure of its family, but may have further parameters that some microbatches do not use.
         uses_all_parameters=known is not None and known.uses_all_parameters and (bool(head) or declared_structure(type(model))),
-        traces=partial(ModelTraces, experts=experts, counts_runs=known is None),
+        traces=partial(
+            ModelTraces, experts=experts, counts_runs=known is None, reads_all=known is None or not declared_structure(type(model))
+        ),
     )
 
 

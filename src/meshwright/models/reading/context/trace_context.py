@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from meshwright.errors import coded
 from meshwright.models.reading.context.attention_calls import trace_uncached
 from meshwright.models.reading.context.cached_calls import trace_cached
+from meshwright.models.reading.repeated_layers import RepeatedLayers
 from meshwright.plan.given.attentions import Attentions
 from meshwright.plan.given.spec import ExpertsRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["trace_attentions"]
+__all__ = ["attentions_of_all", "trace_attentions"]
 
 
 def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> Attentions:
@@ -38,3 +39,11 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
         for name, problem in ((name, coded(problem, "cp.state")) for name, problem in found.states)
     ]
     return replace(found, problems=tuple(problems), states=tuple(states))
+
+
+def attentions_of_all(found: Attentions, repeated: RepeatedLayers) -> Attentions | None:
+    """Return the attentions of all layers from those of the layers that ran; ``None``: what was found may differ in others."""
+    if found.problems or found.states or found.counted or any(facts.problem for facts in found.rows):
+        return None
+    rows = repeated.spread(found.rows)
+    return None if rows is None else replace(found, rows=rows)

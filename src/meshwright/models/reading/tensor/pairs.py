@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.heads import is_other_task
+from meshwright.models.reading.repeated_layers import RepeatedLayers
 from meshwright.models.reading.tensor.features import FeatureTracer
 from meshwright.models.reading.tracing import attributes, traced
 from meshwright.plan.given.names import holder_of, within
@@ -29,7 +30,7 @@ from meshwright.plan.given.spec import ExpertsRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["trace_pairs"]
+__all__ = ["pairs_of_all", "trace_pairs"]
 
 _HEADS = r"(?!.*per_head)(.*_heads|n_head)"
 _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "d_model", "n_embd", "dim_model")
@@ -86,6 +87,14 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         if trial is not None and trial.repeats(whole) and expected <= set(trial.pairs()):
             return Pairs(tuple(tried), whole.mixed, _vocabulary(model, names), tuple(whole.read))
     return Pairs(mixed=whole.mixed, read=tuple(whole.read))
+
+
+def pairs_of_all(found: Pairs, repeated: RepeatedLayers) -> Pairs | None:
+    """Return the pairs of all layers from those of the layers that ran; ``None``: what was found may differ in others."""
+    pairs, mixed = repeated.spread(found.found), repeated.spread(tuple(found.mixed.items()))
+    if found.read is None or pairs is None or mixed is None:
+        return None
+    return replace(found, found=pairs, mixed=dict(mixed))
 
 
 def _is_narrow(pair: Pair, linear: Mapping[str, nn.Module]) -> bool:
