@@ -1,13 +1,17 @@
-"""Keeps the answer of a function about a dataclass that does not change."""
+"""Keeps the answer of a function about something that does not change."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
-__all__ = ["Once"]
+__all__ = ["Once", "once_for_each"]
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+LATEST = 64
+"""For how many objects :func:`once_for_each` keeps answers."""
 
 
 class Once:
@@ -29,3 +33,18 @@ class Once:
             self._answers[key] = question(self, *arguments)
         found: T = self._answers[key]
         return found
+
+
+def once_for_each(find: Callable[[T], R]) -> Callable[[T], R]:
+    """Let a function be called once for each of the latest objects, which are told apart by identity; nobody changes them."""
+    kept: dict[int, tuple[T, R]] = {}  # with the object, so that no other gets its identity
+
+    @wraps(find)
+    def asked(of: T) -> R:
+        if id(of) not in kept:
+            if len(kept) == LATEST:
+                del kept[next(iter(kept))]
+            kept[id(of)] = (of, find(of))
+        return kept[id(of)][1]
+
+    return asked

@@ -12,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.models.added_modules import add_modules
 from meshwright.models.weights.build import build_on_meta
 from meshwright.plan.given.closed_choices import PipelineSchedule
-from meshwright.plan.given.names import nearest
+from meshwright.plan.given.names import inside, nearest
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
@@ -34,8 +34,8 @@ def kinds_of_layers(plan: ShardingPlan) -> list[int]:
     """
     own: dict[str, tuple[list[Any], list[Any]]] = {layer: ([], []) for layer in plan.layers}
     for row in plan.parameters:
-        if layer := nearest(row.name, own):
-            own[layer][0].append((row.name.removeprefix(layer), row.shape, row.trainable))
+        if layer := row.unit if row.unit in own and inside(row.name, row.unit) else nearest(row.name, own):
+            own[layer][0].append((row.name[len(layer) :], row.shape, row.trainable))
     for unit in plan.units:
         if layer := unit.name if unit.name in own else nearest(unit.name, own):
             own[layer][1].append((unit.name.removeprefix(layer), unit.kind, unit.activation_checkpointing, unit.sync))

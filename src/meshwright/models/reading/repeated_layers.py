@@ -116,7 +116,7 @@ def _checked(layer: nn.Module) -> Any:
 
 
 def _looks(name: str, layer: nn.Module) -> Any:
-    """Return what two layers have in common that compute alike: classes, shapes, and attributes beside their number and name."""
+    """Return what layers that compute alike have in common: classes, shapes, and attributes beside their number and name."""
     stack, _, number = name.rpartition(".")
     named = f"{stack.rpartition('.')[2]}.{number}."
 

@@ -129,7 +129,10 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         # A subclass has the structure of its family, but may have further parameters that some microbatches do not use.
         uses_all_parameters=known is not None and known.uses_all_parameters and (bool(head) or declared_structure(type(model))),
         traces=partial(
-            ModelTraces, experts=experts, counts_runs=known is None, reads_all=known is None or not declared_structure(type(model))
+            ModelTraces,
+            experts=experts,
+            counts_runs=known is None,
+            reads_all=known is None or not declared_structure(type(model)),
         ),
     )
 

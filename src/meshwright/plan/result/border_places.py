@@ -85,7 +85,7 @@ def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
         share = (tp if part else 1) * cp
         return f"1/{share} of each sequence ({', '.join(axes)})" if axes else "all"
 
-    return tuple(replace(unit, tokens=tokens(unit)) for unit in plan.units)
+    return tuple(unit if unit.tokens == (entering := tokens(unit)) else replace(unit, tokens=entering) for unit in plan.units)
 
 
 def first_microbatch(plan: ShardingPlan, coordinates: Mapping[str, int]) -> int:

@@ -1,6 +1,8 @@
 """The rows of a plan: what becomes of each parameter, unit, module under tensor parallel, mixture, attention and stage."""
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
 from typing import Any
 
 from meshwright.plan.axes.tensor.move_kinds import Move
@@ -101,13 +103,18 @@ class ParameterRow:
         sharded = (placement for axis, placement in self.placements if axis in ("dp_shard", "dp_shard_cp", "ep_shard"))
         return int(next(sharded, "Shard(0)").removeprefix("Shard(").removesuffix(")"))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The number of elements of the whole parameter."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
+
+    def like(self, name: str, aliases: tuple[str, ...], unit: str, stages: tuple[int, ...]) -> "ParameterRow":
+        """Return the row of another parameter that is stored and updated in the same way."""
+        row = object.__new__(ParameterRow)  # a model has thousands of rows, and few ways
+        vars(row).update(
+            vars(self), name=name, aliases=aliases, unit=unit, stage=stages[0], copies=stages[1:], numel=self.numel
+        )
+        return row
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,10 @@ class UnitRow:
     part_of: str = ""
     tokens: str = "all"
     together: bool = False
+
+    def __hash__(self) -> int:
+        """Names tell the units of a plan apart."""
+        return hash(self.name)
 
     @property
     def label(self) -> str:

@@ -145,8 +145,8 @@ class ShardingPlan(Once):
     @cached_property
     def numbers(self) -> tuple[int, int]:
         """The number of elements of all parameters, each counted once, and of those that are trained."""
-        every = sum(row.numel for row in self.parameters)
-        return every, sum(row.numel for row in self.parameters if row.trainable)
+        trained = sum([row.numel for row in self.parameters if row.trainable])
+        return trained + sum([row.numel for row in self.parameters if not row.trainable]), trained
 
     def runs(self, module: str) -> tuple[int, int]:
         """Return the forwards and the backwards of a module in a microbatch: those of the innermost unit around it."""

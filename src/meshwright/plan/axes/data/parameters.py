@@ -14,6 +14,7 @@ from meshwright.plan.given.options import NF4, NF4_BLOCK
 from meshwright.plan.result.program import Freeze, Pack
 from meshwright.plan.result.rows import DECAYED, UnitRow
 from meshwright.plan.result.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, bytes_of, itemsize, shard_axis
+from meshwright.plan.update.matrices import Form
 
 __all__ = ["assign_units", "choose_trained", "freeze_actions", "leave_out_units", "pack_actions", "parameter_rows"]
 
@@ -92,13 +93,20 @@ def choose_trained(draft: Draft) -> Found[set[str]]:
 def parameter_rows(draft: Draft) -> Found[tuple[ParameterRow, ...]]:
     """Make the row of each parameter."""
     problems = Problems()
-    holding, stored = draft.stages.holding, cache(partial(_stored, draft))  # layers store the same
+    units, unit_of, styles, holding = draft.units, draft.unit_of, draft.tensor.styles, draft.stages.holding
+    trained, rates, decay_rules, rules, forms = draft.trained, draft.rates, draft.decay_rules, draft.rules, draft.forms
+    # Layers have the same parameters, so there are few rows that differ by more than names and stages.
+    first = cache(partial(_first_row, draft))
     rows = []
     for parameter in draft.parameters:
-        unit, style = draft.units[draft.unit_of[parameter.name]], draft.tensor.styles.get(parameter.name)
-        kept = stored(parameter.shape, parameter.dtype, unit.kind, style)
-        _check_shape(parameter, kept, problems)
-        rows.append(_row(draft, parameter, unit, kept, style, holding.get(parameter.name, (0,))))
+        name = parameter.name
+        unit, style = units[unit_of[name]], styles.get(name)
+        stored, row = first(
+            parameter.shape, parameter.dtype, (unit.kind, unit.param_dtype, unit.reduce_dtype), style, name in trained,
+            rates.get(name), decay_rules[name], rules[name], forms.get(name),
+        )  # fmt: skip
+        _check_shape(parameter, stored, problems)
+        rows.append(row.like(name, parameter.aliases, unit.name, holding.get(name, (0,))))
     return Found(tuple(rows), problems)
 
 
@@ -169,27 +177,39 @@ def _check_shape(parameter: ParameterFacts, stored: _Stored, problems: Problems)
         )
 
 
-def _row(
-    draft: Draft, parameter: ParameterFacts, unit: UnitRow, stored: _Stored, style: str | None, stages: tuple[int, ...]
-) -> ParameterRow:
-    """Return the row of a parameter of a unit, which is stored like ``stored``; ``style``: how `tp` or `ep` slices it."""
-    trainable = parameter.name in draft.trained
-    compute = NF4 if parameter.dtype == NF4 else unit.param_dtype or parameter.dtype
-    rate = draft.rates.get(parameter.name, Rate())
-    rule = draft.decay_rules[parameter.name]
-    return ParameterRow(
-        name=parameter.name,
-        aliases=parameter.aliases,
-        shape=parameter.shape,
-        dtype=parameter.dtype,
-        unit=unit.name,
+def _first_row(
+    draft: Draft, shape: tuple[int, ...], dtype: str, of_unit: tuple[str, str | None, str | None], style: str | None,
+    trainable: bool, rate: Rate | None, rule: str, update: str, form: Form | None,
+) -> tuple[_Stored, ParameterRow]:  # fmt: skip
+    """Return how a parameter is stored, and its row without a name.
+
+    Args:
+        draft: of the plan.
+        shape: its shape.
+        dtype: in which it is stored.
+        of_unit: kind of its unit, and the dtypes in which that computes and reduces.
+        style: how `tp` or `ep` slices it.
+        trainable: whether it is trained.
+        rate: what its group of the optimizer changes.
+        rule: the rule that says whether it is decayed.
+        update: the rule that updates it.
+        form: what its weights are for Muon.
+    """
+    kind, param_dtype, reduce_dtype = of_unit
+    stored, rate = _stored(draft, shape, dtype, kind, style), rate or Rate()
+    compute = NF4 if dtype == NF4 else param_dtype or dtype
+    return stored, ParameterRow(
+        name="",
+        aliases=(),
+        shape=shape,
+        dtype=dtype,
+        unit="",
         placements=stored.placements,
         local_shape=stored.local,
-        bytes_per_rank=bytes_of(prod(stored.local), parameter.dtype),
+        bytes_per_rank=bytes_of(prod(stored.local), dtype),
         gathered_bytes=bytes_of(stored.gathered, compute),
-        reduced_bytes=stored.gathered * itemsize(unit.reduce_dtype or compute) if trainable else 0,
+        reduced_bytes=stored.gathered * itemsize(reduce_dtype or compute) if trainable else 0,
         trainable=trainable,
-        stage=stages[0],
         tp_style=style,
         decayed=trainable and rule in DECAYED and rate.weight_decay != 0,
         decay_rule="group" if rule in DECAYED and rate.weight_decay == 0 else rule,
@@ -198,9 +218,8 @@ def _row(
         betas=rate.betas,
         eps=rate.eps,
         fused=rate.fused,
-        update=draft.rules[parameter.name],
-        form=draft.forms.get(parameter.name),
-        copies=stages[1:],
+        update=update,
+        form=form,
     )
 
 

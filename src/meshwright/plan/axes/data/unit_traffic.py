@@ -92,30 +92,29 @@ def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
     parts = layer_groups(plan)
     holders = {unit.name for unit in parts.around}
     units = {unit.name: unit for unit in plan.fsdp_units}
+    twins = {unit.twin_of for unit in plan.units if unit.twin_of}
     first_layer = next((index for index, row in enumerate(trained) if units[row.unit].kind == "layer"), 0)
     waiting = 0  # held through all of backward
     last = 0  # computed after all others, and reduced together with `waiting`
     doubled = 0  # computed in several parts: the sum, the next part and their new sum exist at once
     written: dict[str, int] = {}  # by unit, for units that reduce right after their own backward
-    copies = _copies(plan)
+    copies = {name: [(unit.name, _accumulates(plan, unit)) for unit in gathering] for name, gathering in _copies(plan).items()}
+    shared = {name for name, unit in units.items() if len(plan.parts(unit)) > 1}
     for index, row in enumerate(trained):
-        around = row.unit in holders
-        shared = len(plan.parts(units[row.unit])) > 1
-        if row.aliases and not any(unit.twin_of and unit.twin_of == row.unit for unit in plan.units):
+        if row.aliases and row.unit not in twins:
             doubled = max(doubled, 2 * row.gathered_bytes)
-        for unit in copies.get(row.unit, ()):
-            accumulated = _accumulates(plan, unit)
+        for name, accumulated in copies.get(row.unit, ()):
             waiting += row.reduced_bytes if accumulated else 0  # in the dtype of reduction
-            if shared:  # one gradient, which is complete after both passes
+            if row.unit in shared:  # one gradient, which is complete after both passes
                 waiting += row.gathered_bytes
             elif accumulated and row.reduced_bytes == row.gathered_bytes:  # added to those of earlier microbatches at once
                 doubled = max(doubled, row.gathered_bytes)
-            elif around and index < first_layer and not row.aliases:
+            elif row.unit not in holders:
+                written[name] = written.get(name, 0) + row.gathered_bytes
+            elif index < first_layer and not row.aliases:
                 last += row.gathered_bytes
-            elif around:  # reduced at the end of backward
+            else:  # reduced at the end of backward
                 waiting += row.gathered_bytes
-            else:
-                written[unit.name] = written.get(unit.name, 0) + row.gathered_bytes
     largest_group = max((sum(written.get(unit.name, 0) for unit in turn) for turn in parts.turns), default=0)
     return waiting + max(last, doubled, largest_group)
 
@@ -151,5 +150,8 @@ def unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:
 
 
 def _unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:
-    rows = plan.rows(unit)
-    return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)
+    gathered = reduced = 0
+    for row in plan.rows(unit):
+        gathered += row.gathered_bytes
+        reduced += row.reduced_bytes
+    return gathered, reduced

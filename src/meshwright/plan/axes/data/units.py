@@ -73,12 +73,12 @@ def _affordable_policies(draft: Draft) -> dict[str, SyncPolicy]:
         if not unit.part_of:
             copies.setdefault(unit.twin_of or name, []).append(name)
 
+    sizes, several = dict.fromkeys(copies, 0), options.microbatches > 1
+    for row in draft.rows:
+        sizes[row.unit] += row.gathered_bytes + (row.reduced_bytes if several else 0)
+
     def kept(names: Container[str]) -> int:
-        total = 0
-        for row in draft.rows:
-            gathered = row.gathered_bytes + (row.reduced_bytes if options.microbatches > 1 else 0)
-            total += gathered * sum(name in names for name in copies[row.unit])
-        return total
+        return sum(sizes[unit] * sum(name in names for name in own) for unit, own in copies.items())
 
     without = {name for name, unit in undecided.items() if unit.kind != EXPERTS}
     anew = options.reshard_after_forward or options.prefetch_backward is not None
@@ -113,11 +113,11 @@ def _dtype_problems(units: Iterable[UnitRow], rows: Sequence[ParameterRow]) -> P
     problems = Problems()
     found: dict[str, dict[str, str]] = {}  # unit -> dtype -> its first parameter
     for row in rows:
-        if row.trainable:
-            found.setdefault(row.unit, {}).setdefault(row.dtype, row.name)
+        if row.trainable and row.dtype not in (by_dtype := found.setdefault(row.unit, {})):
+            by_dtype[row.dtype] = row.name
     for unit in units:
-        if len(by_dtype := found.get(unit.name, {})) > 1:
-            shown = ", ".join(f"{name!r} is {dtype}" for dtype, name in by_dtype.items())
+        if len(mixed := found.get(unit.name, {})) > 1:
+            shown = ", ".join(f"{name!r} is {dtype}" for dtype, name in mixed.items())
             problems.add(
                 "fsdp.dtypes",
                 f"unit {unit.label!r} mixes stored dtypes: {shown}; store them in one dtype or declare units apart",

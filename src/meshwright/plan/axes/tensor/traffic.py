@@ -1,11 +1,12 @@
 """What tensor parallel costs to communicate: the collectives of each move, their number and their bytes."""
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
 
+from meshwright.once import once_for_each
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import NORM
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow, itemsize
@@ -110,12 +111,34 @@ class _Alike(NamedTuple):
 
 def _alike(plan: ShardingPlan) -> list[_Alike]:
     """Return the modules that compute with slices or have a move, each kind once."""
-    asked = {f"{row.module}.{name}" for row in plan.tensor_parallel for name in row.sums}
-    elements = {name: row.numel for row in plan.parameters for name in (row.name, *row.aliases) if name in asked}
-    alike: dict[Hashable, list[tuple[TensorParallelRow, tuple[int, ...], tuple[int, int], int]]] = {}
-    for row in plan.tensor_parallel:
-        summed = tuple(elements.get(f"{row.module}.{name}", 0) for name in row.sums)
-        chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
-        one = (row, summed, plan.runs(row.module), chunks)
-        alike.setdefault((_BESIDE_NAME(row), *one[1:]), []).append(one)
-    return [_Alike(*same[0], len(same)) for same in alike.values()]
+    kinds = _by_kind(plan.tensor_parallel)
+    elements: dict[str, int] = {}
+    if any(row.sums for row, _ in kinds):
+        elements = {name: row.numel for row in plan.parameters for name in (row.name, *row.aliases)}
+    of_units = {(unit.forwards * unit.places, unit.places) for unit in plan.units}
+    same = next(iter(of_units)) if len(of_units) == 1 else None
+    alike: list[_Alike] = []
+    for row, modules in kinds:
+        chunked = plan.loss is not None and plan.loss.module in modules
+        if same is not None and not row.sums and not chunked:
+            alike.append(_Alike(row, (), same, 1, len(modules)))
+            continue
+        ones = Counter(
+            (
+                tuple([elements.get(f"{module}.{name}", 0) for name in row.sums]),
+                same or plan.runs(module),
+                plan.loss.chunks if chunked and plan.loss is not None and plan.loss.module == module else 1,
+            )
+            for module in modules
+        )
+        alike += [_Alike(row, *one, number) for one, number in ones.items()]
+    return alike
+
+
+@once_for_each
+def _by_kind(rows: Sequence[TensorParallelRow]) -> list[tuple[TensorParallelRow, tuple[str, ...]]]:
+    """Return the first row of each kind, and the modules whose rows say the same beside their name."""
+    kinds: dict[Hashable, list[TensorParallelRow]] = {}
+    for row in rows:
+        kinds.setdefault(_BESIDE_NAME(row), []).append(row)
+    return [(same[0], tuple(row.module for row in same)) for same in kinds.values()]
