@@ -29,7 +29,7 @@ def deep_model(family: str, adapter: bool = False) -> Any:
 
 
 def findings(traces: ModelTraces, layers: list[str]) -> Any:
-    return traces.attentions, traces.head, traces.pairs(layers)
+    return traces.attentions, traces.head, traces.pairs(layers), traces.stages(layers)
 
 
 def compare(model: Any) -> ModelTraces:

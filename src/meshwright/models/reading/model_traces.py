@@ -10,8 +10,9 @@ from meshwright.models.reading.context.trace_context import attentions_of_all, t
 from meshwright.models.reading.fused_matrices import trace_fused
 from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
-from meshwright.models.reading.pipeline.cut_trace import trace_stages
+from meshwright.models.reading.pipeline.cut_trace import stages_of_all, trace_stages
 from meshwright.models.reading.pipeline.halved_backward import halves_backward
+from meshwright.models.reading.pipeline.halves import with_halves
 from meshwright.models.reading.pipeline.traced_slices import trace_carried
 from meshwright.models.reading.repeated_layers import RepeatedLayers
 from meshwright.models.reading.router_choices import count_choices
@@ -112,7 +113,11 @@ class ModelTraces(Traces):
 
     def stages(self, layers: Sequence[str]) -> StageFacts:
         """See :func:`~meshwright.models.reading.pipeline.cut_trace.trace_stages`."""
-        return self._once("stages", layers, trace_stages)
+        return self._once("stages", layers, self._stages)
+
+    def _stages(self, model: "PreTrainedModel", layers: Sequence[str], experts: Sequence[ExpertsRule]) -> StageFacts:
+        found = self._of_few(partial(trace_stages, model, layers, experts), stages_of_all)
+        return with_halves(model, found, experts, reads_all=self.reads_all)
 
     def carried(self, layers: Sequence[str], slices: RankSlices) -> tuple[Carried, ...] | None:
         """See :func:`~meshwright.models.reading.pipeline.traced_slices.trace_carried`."""

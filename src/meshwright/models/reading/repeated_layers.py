@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,8 @@ class RepeatedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        lists = [name for name, module in self._modules.items() if isinstance(module, nn.ModuleList)]
+        # A stage has its layers in a dict.
+        lists = [name for name, module in self._modules.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
         stacks = [name for name in lists if not outermost(name, lists)]
         self._layers = {f"{stack}.{own}": index for stack in stacks for index, own in enumerate(self._modules[stack]._modules)}
         shared = [own for names in names_of_parameters(model).values() if len(names) > 1 for own in names]
@@ -65,7 +66,7 @@ class RepeatedLayers:
         changes: list[tuple[nn.Module, dict[str, Any]]] = []
         for first, second, *others, last in self._kinds:
             changes += [(self._modules[name], {"forward": _checked(self._modules[name])}) for name in (first, second, last)]
-            changes += [(self._modules[name], {"forward": _pass_over}) for name in others]
+            changes += [(self._modules[name], {"forward": _passing(self._modules[name])}) for name in others]
         with attributes(changes):
             yield
 
@@ -98,16 +99,22 @@ class RepeatedLayers:
         return tuple(item for _, item in sorted(placed, key=lambda one: one[0]))
 
 
-def _pass_over(*args: Any, **kwargs: Any) -> Any:
+def _hidden(*args: Any, **kwargs: Any) -> Any:
     return value_of((0, HIDDEN), args, kwargs, "layer")
+
+
+def _passing(layer: nn.Module) -> Any:
+    """Return a forward in place of that of a layer, with the same signature, which returns its hidden state."""
+    return wraps(layer.forward)(lambda *args, **kwargs: _hidden(*args, **kwargs))
 
 
 def _checked(layer: nn.Module) -> Any:
     """Return the forward of a layer; what it returns has to be one hidden state."""
     own = layer.forward
 
+    @wraps(own)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given, made = _pass_over(*args, **kwargs), own(*args, **kwargs)
+        given, made = _hidden(*args, **kwargs), own(*args, **kwargs)
         if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (given.shape, given.dtype):
             raise TypeError("a layer returns something else than a hidden state")
         return made

@@ -7,7 +7,6 @@ that cannot be sent, cannot be separated from it.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import takewhile
@@ -20,7 +19,7 @@ from meshwright.distributed.pipeline.crossing import tensors_of_call
 from meshwright.errors import Problems, Refusal
 from meshwright.models.reading.model_code import place_now
 from meshwright.models.reading.pipeline.carried_tensors import CarriedTensors
-from meshwright.models.reading.pipeline.halves import problems_of_halves
+from meshwright.models.reading.repeated_layers import RepeatedLayers
 from meshwright.models.reading.tracing import (
     Attention,
     Inputs,
@@ -41,14 +40,14 @@ from meshwright.plan.given.spec import ExpertsRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["StageTracer", "stage_positions", "trace_stages"]
+__all__ = ["StageTracer", "stage_positions", "stages_of_all", "trace_stages"]
 
 _BEFORE = -1
 """Where a tensor comes from if parameters outside of the layers were used for it before the first layer."""
 
 
 def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Sequence[ExpertsRule] = ()) -> StageFacts:
-    """Return where a model can be cut.
+    """Return where a model can be cut, as far as one forward shows it; more is tried by :mod:`.halves`.
 
     Args:
         model: a causal language model, on any device; it is called with tensors on the meta device, and not changed.
@@ -62,10 +61,12 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         found, why = traced(model, experts, partial(StageTracer, model, running), positions=positions)
     if found is None:
         return StageFacts(problems=(Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
-    facts = found.facts()
-    if facts.problems or len(facts.layers) < 2:
-        return facts
-    return replace(facts, problems=problems_of_halves(model, facts, experts))
+    return found.facts()
+
+
+def stages_of_all(found: StageFacts, _: RepeatedLayers) -> StageFacts | None:
+    """Return what was found if it holds for all layers: all are called, and no layer reads more than its hidden state."""
+    return None if found.problems or found.uncut or found.carried else found
 
 
 def stage_positions(model: nn.Module) -> torch.Tensor:
