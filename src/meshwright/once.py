@@ -41,10 +41,11 @@ def once_for_each(find: Callable[[T], R]) -> Callable[[T], R]:
 
     @wraps(find)
     def asked(of: T) -> R:
-        if id(of) not in kept:
-            if len(kept) == LATEST:
+        if (answer := kept.pop(id(of), None)) is None:
+            answer = (of, find(of))
+            if len(kept) >= LATEST:
                 del kept[next(iter(kept))]
-            kept[id(of)] = (of, find(of))
-        return kept[id(of)][1]
+        kept[id(of)] = answer  # the latest is the last
+        return answer[1]
 
     return asked

@@ -1,7 +1,8 @@
 """Layers that repeat others: a trace passes over them, and what it found of one layer holds for all that look alike.
 
 Large models have a hundred layers and few kinds of them, and each trace takes as long as it has layers. This is for classes of
-which the structure is known. In a model of other code, a layer may compute with its number.
+which the structure is known, without code or hooks of a user: there, a layer may compute with its number. What a model gives
+its layers has to be the same for all of a kind, too.
 """
 
 import re
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 
 from meshwright.models.reading.tracing import attributes
-from meshwright.plan.given.hidden_argument import HIDDEN, value_of
-from meshwright.plan.given.names import outermost
+from meshwright.plan.given.hidden_argument import forward_of, hidden_argument, value_of
+from meshwright.plan.given.names import holder_of, outermost
 from meshwright.plan.given.parameter_storage import names_of_parameters
 
 __all__ = ["RepeatedLayers"]
@@ -26,6 +27,14 @@ _LEAST = 5
 
 _NUMBER = "layer_idx"
 """Name of the attribute that holds the number of a layer, in the known classes: their layers use it for the cache alone."""
+
+_OF_TORCH = vars(nn.Module()).keys()
+"""Attributes of each module. Its parameters, buffers and hooks are looked at otherwise."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Of a user: they may do anything, so a layer with one is like no other."""
+
+_LIBRARIES = ("torch.", "transformers.", "peft.", "meshwright.")
 
 T = TypeVar("T")
 
@@ -44,12 +53,16 @@ class RepeatedLayers:
         # A stage has its layers in a dict.
         lists = [name for name, module in self._modules.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
         stacks = [name for name in lists if not outermost(name, lists)]
-        self._layers = {f"{stack}.{own}": index for stack in stacks for index, own in enumerate(self._modules[stack]._modules)}
+        layers = [f"{stack}.{own}" for stack in stacks for own in self._modules[stack]._modules]
+        self._layers = {layer: index for index, layer in enumerate(layers)}
+        self._kinds: list[list[str]] = []
+        if not all(map(_is_of_libraries, {type(module) for module in self._modules.values()})):
+            return
         shared = [own for names in names_of_parameters(model).values() if len(names) > 1 for own in names]
         together = {outermost(name, self._layers) for name in shared}  # they hold parameters of another module
         kinds: dict[Any, list[str]] = {}
-        for layer in self._layers:
-            kinds.setdefault((layer.rpartition(".")[0], _looks(layer, self._modules[layer])), []).append(layer)
+        for layer in layers:
+            kinds.setdefault((holder_of(layer), _looks(layer, self._modules[layer])), []).append(layer)
         self._kinds = [kind for kind in kinds.values() if len(kind) >= _LEAST and together.isdisjoint(kind)]
 
     def __bool__(self) -> bool:
@@ -61,12 +74,14 @@ class RepeatedLayers:
         """Inside, those that do not run return their hidden state.
 
         Raises:
-            TypeError: in a forward, if a layer that runs returns something else than a hidden state.
+            TypeError: in a forward, if a layer that runs returns something else than a hidden state, or a layer is given
+                something else than another one of its kind.
         """
         changes: list[tuple[nn.Module, dict[str, Any]]] = []
         for first, second, *others, last in self._kinds:
-            changes += [(self._modules[name], {"forward": _checked(self._modules[name])}) for name in (first, second, last)]
-            changes += [(self._modules[name], {"forward": _passing(self._modules[name])}) for name in others]
+            kind = _Kind(self._modules[first])
+            changes += [(self._modules[name], {"forward": kind.runs(self._modules[name])}) for name in (first, second, last)]
+            changes += [(self._modules[name], {"forward": kind.passes(self._modules[name])}) for name in others]
         with attributes(changes):
             yield
 
@@ -99,33 +114,64 @@ class RepeatedLayers:
         return tuple(item for _, item in sorted(placed, key=lambda one: one[0]))
 
 
-def _hidden(*args: Any, **kwargs: Any) -> Any:
-    return value_of((0, HIDDEN), args, kwargs, "layer")
+class _Kind:
+    """The forwards of layers of a kind, in place of their own and with the same signature.
+
+    Args:
+        first: the layer that runs first in each forward of the model.
+    """
+
+    def __init__(self, first: nn.Module) -> None:
+        self._first = first
+        self._given: list[Any] = []
+
+    def _hidden(self, layer: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
+        """Return the hidden state that a layer is given, if all else is what the others were given."""
+        hidden: torch.Tensor = value_of(hidden_argument(layer), args, kwargs, "layer")
+        given = [[name, item] for name, item in (*enumerate(args), *sorted(kwargs.items())) if item is not hidden]
+        if layer is self._first:
+            self._given = given
+        elif not _is_same(given, self._given):
+            raise TypeError("layers that look alike are given different arguments")
+        return hidden
+
+    def runs(self, layer: nn.Module) -> Any:
+        """Return the forward of a layer; what it returns has to be one hidden state."""
+        own = layer.forward
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given, made = self._hidden(layer, args, kwargs), own(*args, **kwargs)
+            if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (given.shape, given.dtype):
+                raise TypeError("a layer returns something else than a hidden state")
+            return made
+
+        return forward
+
+    def passes(self, layer: nn.Module) -> Any:
+        """Return a forward that returns the hidden state."""
+        return wraps(layer.forward)(lambda *args, **kwargs: self._hidden(layer, args, kwargs))
 
 
-def _passing(layer: nn.Module) -> Any:
-    """Return a forward in place of that of a layer, with the same signature, which returns its hidden state."""
-    return wraps(layer.forward)(lambda *args, **kwargs: _hidden(*args, **kwargs))
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether arguments are the same objects, or plain values that are equal."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return isinstance(one, bool | int | float | str) and one == other
 
 
-def _checked(layer: nn.Module) -> Any:
-    """Return the forward of a layer; what it returns has to be one hidden state."""
-    own = layer.forward
-
-    @wraps(own)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        given, made = _hidden(*args, **kwargs), own(*args, **kwargs)
-        if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (given.shape, given.dtype):
-            raise TypeError("a layer returns something else than a hidden state")
-        return made
-
-    return checked
+def _is_of_libraries(kind: type[nn.Module]) -> bool:
+    """Return whether a class and its forward are of libraries whose layers do not compute with their number."""
+    return all(of.__module__.startswith(_LIBRARIES) for of in (kind, forward_of(kind)))
 
 
 def _looks(name: str, layer: nn.Module) -> Any:
     """Return what layers that compute alike have in common: classes, shapes, and attributes beside their number and name."""
-    stack, _, number = name.rpartition(".")
-    named = f"{stack.rpartition('.')[2]}.{number}."
+    named = f"{'.'.join(name.split('.')[-2:])}."
 
     def value(of: Any) -> Any:
         """Return something that can be compared. Objects without a value are compared by identity."""
@@ -147,7 +193,8 @@ def _looks(name: str, layer: nn.Module) -> Any:
             type(module),
             *((key, item.shape, item.dtype, item.requires_grad) for key, item in module.named_parameters(recurse=False)),
             *((key, item.shape, item.dtype) for key, item in module.named_buffers(recurse=False)),
-            *((key, value(item)) for key, item in vars(module).items() if not key.startswith("_") and key != _NUMBER),
+            *((key, value(item)) for key, item in vars(module).items() if key not in _OF_TORCH and key != _NUMBER),
+            *(id(module) for hooks in _HOOKS if vars(module)[hooks]),
         )
         for own, module in layer.named_modules()
     )
