@@ -32,7 +32,7 @@ _DOES_NOT_COUNT = (
     "train/journal.py", "train/callbacks/early_stopping.py", "train/callbacks/best_checkpoint.py",
     "train/callbacks/samples.py", "train/callbacks/continuation.py", "train/callbacks/profiles.py",
     "models/weights/bars.py", "distributed/comm_counter.py", "distributed/fsdp2.py",
-    "distributed/parallelizer.py", "models/pipeline_by_hand.py",
+    "distributed/parallelizer.py", "distributed/_torch_compat/joint_graph.py", "models/pipeline_by_hand.py",
 )  # fmt: skip
 """Of these, beginnings of the paths of files that only print, price, start or check, or that a run of `train` does not use."""
 
