@@ -25,7 +25,7 @@ from meshwright.train.start.setup import make_setup
 
 SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
 
-H100, A100 = load_hardware("h100"), load_hardware("a100")
+H100, H200, A100 = map(load_hardware, ("h100", "h200", "a100"))
 SLOWER = replace(H100, name="H100 96 GB, 500 W", bf16_tflops=0.8 * H100.bf16_tflops, hbm_tb_s=2.4, memory_gib=94.5)
 """The part that torchtitan's tables of 2024 and 2025 were measured on."""
 
@@ -76,6 +76,7 @@ class Row:
         sent: what their exchange of tokens sends, as a share of what ours does.
         allocated: whether the published memory is that of tensors (``max_memory_allocated``), and not what torch's allocator
             holds (``max_memory_reserved``). Neither has what is outside of the allocator.
+        held: GiB that their program holds at its worst moment, and Meshwright's does not.
         fitted: whether a constant of the forecast was fitted on this row.
     """
 
@@ -88,6 +89,7 @@ class Row:
     sections: dict[str, Any]
     sent: float = 1.0
     allocated: bool = False
+    held: float = 0.0
     fitted: bool = False
 
 
@@ -95,8 +97,8 @@ def _row(
     name: str, shape: str | dict[str, Any], ranks: int, hardware: Hardware, tokens: float | None, memory: float | None,
     micro: int, batch: int, length: int, recomputed: str, *, kernel: str | None = None, stages: int | None = None,
     fused: bool = False, adapter: dict[str, Any] | None = None, chunks: int | None = None, dtype: str = "float32",
-    sync: str | None = None, sliced: bool | None = None, sent: float = 1.0, allocated: bool = False, fitted: bool = False,
-    **layout: Any,
+    sync: str | None = None, sliced: bool | None = None, sent: float = 1.0, allocated: bool = False, held: float = 0.0,
+    fitted: bool = False, **layout: Any,
 ) -> Row:  # fmt: skip
     sliced = layout.get("tp", 1) > 1 if sliced is None else sliced
     parallel: dict[str, Any] = {"activation_checkpointing": recomputed, "sequence_parallel": sliced, "compile": fused}
@@ -109,7 +111,7 @@ def _row(
         "training": {"steps": 1, "microbatch_size": micro, "global_batch_size": batch},
         "model": {"attn_implementation": kernel, "dtype": dtype}, "adapter": adapter,
     }  # fmt: skip
-    return Row(name, shape, ranks, hardware, tokens, memory, sections, sent, allocated, fitted)
+    return Row(name, shape, ranks, hardware, tokens, memory, sections, sent, allocated, held, fitted)
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -129,6 +131,21 @@ LLAMA_1B: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True,
     "max_position_embeddings": 131072,
 }  # fmt: skip
+
+LOGITS = 8 * 2048 * 128256 * 2 / 2**30
+"""Rows a and b: their loop holds the model's output, with logits in bf16, until backward is over (``_forward_backward_step`` in
+nemo_automodel/recipes/llm/train_ft.py at 6aadbaeda)."""
+
+LLAMA_OURS: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192, "vocab_size": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS_OURS = {
+    **LLAMA_OURS, "model_type": "qwen3_moe", "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 512,
+    "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
+LORA_OURS = {**LLAMA_OURS, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
 
 LLAMA_405B = 6 * 405.8e9 + 12 * 126 * 16384 * 8192
 """Operations for a token, as torchtitan counts them."""
@@ -196,9 +213,17 @@ ROWS = (
         "25 Megatron 39.1B", _gpt(48, 8192, 64), 512, A100, _gpt_tokens(138, 48, 8192), None, 4, 1536, 2048, "full", pp=2,
         tp=8, **MEGATRON,
     ),
-    _row("a NeMo 1B", LLAMA_1B, 8, H100, None, 47.59, 8, 64, 2048, "none", chunks=0, **SMALL),
-    _row("b the same, recomputed", LLAMA_1B, 8, H100, None, 33.06, 8, 64, 2048, "full", chunks=0, **SMALL),
+    _row("a NeMo 1B", LLAMA_1B, 8, H100, None, 47.59, 8, 64, 2048, "none", chunks=0, fused=True, held=LOGITS, **SMALL),
+    _row("b the same, recomputed", LLAMA_1B, 8, H100, None, 33.06, 8, 64, 2048, "full", chunks=0, held=LOGITS, **SMALL),
     _row("c the same, logits never whole", LLAMA_1B, 8, H100, None, 7.3, 8, 64, 2048, "full", **SMALL),
+    _row("d 1.1B on an H200", LLAMA_OURS, 1, H200, None, 35.19, 4, 4, 2048, "none"),
+    _row("e the same, selective", LLAMA_OURS, 1, H200, None, 26.41, 4, 4, 2048, "selective"),
+    _row("f Qwen3-MoE of 1.3B", EXPERTS_OURS, 1, H200, None, 33.16, 4, 4, 2048, "none"),
+    _row("g 8B, LoRA", LORA_OURS, 1, H200, None, 31.34, 1, 1, 2048, "none", adapter=LORA, dtype="bfloat16"),
+    _row(
+        "h 1.1B by hand, compiled", LLAMA_OURS, 1, H200, None, 25.08, 4, 4, 2048, "none", chunks=0, fused=True, allocated=True,
+        held=0.5, sync="reduce_each",
+    ),
 )  # fmt: skip
 """Rows of research/next-wave.md, section 4.6, and of the same pages. ``fused``: their code is compiled or has fused kernels
 where transformers has many operators, and `parallel.compile` stands for that. What else was set is in docs/measurements.md.
@@ -223,7 +248,8 @@ def forecast(row: Row) -> Found:
     step = time.step_seconds - (1 - row.sent) * time.parts.get("ep", 0.0)
     verdict = judge(setup, replace(row.hardware, memory_gib=1e6), traces)
     outside = verdict.parts["reserved"] + (verdict.parts["allocator"] if row.allocated else 0)
-    return Found(time.tokens_per_second_per_device * time.step_seconds / step, (verdict.peak_bytes - outside) / 2**30)
+    memory = (verdict.peak_bytes - outside) / 2**30 + row.held
+    return Found(time.tokens_per_second_per_device * time.step_seconds / step, memory)
 
 
 def main() -> None:

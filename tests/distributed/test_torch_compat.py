@@ -39,6 +39,7 @@ DOCUMENTED = {
     "empty_like", "from_local", "step", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
     "Size", "Tag", "data_dependent_output", "dynamic_output_shape", "empty", "empty_strided", "is_complex", "is_meta", "layout",
     "namespace", "nbytes", "set_", "shape", "storage_offset", "stride", "strided",
+    "GraphModule", "args", "fx", "graph", "meta", "nodes", "op",
 }  # fmt: skip
 """Public names of torch, and the ways to modules that hold private ones."""
 

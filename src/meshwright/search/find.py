@@ -290,7 +290,7 @@ _FASTER_FIRST: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Choices that trade time for memory: each value is never faster than those before it."""
 
-_SMALLER_LAST = {**_FASTER_FIRST, _MODE: KEPT_FIRST[:2]}
+_SMALLER_LAST = {**_FASTER_FIRST, _COMPILE: (False, True), _MODE: KEPT_FIRST[:2]}
 """Choices of which each holds at least what those after it hold. Of other modes of recomputation, nothing is known before."""
 
 
@@ -325,10 +325,10 @@ def never_smaller(candidate: Candidate, than: Candidate) -> bool:
         order: tuple[Any, ...] = _SMALLER_LAST.get(key, ())
         if key == _ROWS:
             smaller = value < other  # type: ignore[operator]
-        elif key != _COMPILE and value in order and other in order:
+        elif value in order and other in order:
             smaller = order.index(value) > order.index(other)
         else:
-            smaller = key != _COMPILE and value != other
+            smaller = value != other
         if smaller:
             return False
     return True

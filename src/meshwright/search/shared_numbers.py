@@ -239,9 +239,11 @@ class Numbers:
         beside layers.
 
         Nothing but `cp` cuts it here, which is measured on two ranks: their attention keeps other tensors than that of one.
+        Compiled layers keep less if nothing is recomputed.
         """
         ranks = min(2, branch.layout.size("cp"))
-        chosen = ((MODE, mode), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
+        compiled = values.get(COMPILE, self.setup.config.parallel.compile) and mode is ActivationCheckpointing.NONE
+        chosen = ((MODE, mode), (COMPILE, compiled), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
         if (ranks, chosen) not in self._kept:
             runs = (self._run(Layout(dp_shard=1, cp=ranks).resolve(ranks), chosen, rows) for rows in (1, 2))
             fewer, more = (Traces(run, store=self.store) for run in runs)
@@ -284,7 +286,7 @@ def _units_of(plan: ShardingPlan) -> dict[tuple[str, bool], Units]:
     return found
 
 
-MODE = "parallel.activation_checkpointing"
+MODE, COMPILE = "parallel.activation_checkpointing", "parallel.compile"
 SCHEDULE, STAGES = "parallel.pipeline.schedule", "parallel.pipeline.stages_per_rank"
 _SLICING = ("parallel.sequence_parallel", "parallel.context_parallel")
 
@@ -294,5 +296,6 @@ _PLAIN: tuple[tuple[str, Any], ...] = (
     ("parallel.pipeline.stages_per_rank", None),
     ("parallel.sync", None),
     ("parallel.cpu_offload", False),
+    (COMPILE, False),
 )
 """Choices of the runs that bounds are made of; nothing in a bound depends on them."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import last_of_each_container, nearest
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.fewer import kinds_of_layers, layers_of_config
+from meshwright.trace.held.compiled import as_compiled
 from meshwright.trace.kept_traces import SmallTrace, TraceStore
 from meshwright.trace.live import TOGETHER, Kind
 from meshwright.trace.step import BEFORE_LOSS, FORWARD, LOSS, UPDATE
@@ -68,10 +69,24 @@ class Traces(Once):
 
     @cached_property
     def trace(self) -> SmallTrace:
-        """The trace."""
+        """The trace. Compiled layers keep less in it."""
+        found = self._uncompiled
+        if not self.setup.plan.options.compile:
+            return found
+        examples = self.examples
+        spared = self._store.spared(self.setup, self.first, {*examples.values()}, device=self.device, load=self.load)
+        of_layers = {name: spared.get(examples.get(kind, ""), 0) for name, kind in zip(found.layers, self.kinds, strict=False)}
+        return replace(found, step=as_compiled(found.step, found.layers, of_layers))
+
+    @cached_property
+    def _uncompiled(self) -> SmallTrace:
+        return self._store.get(self.setup, self.first, device=self.device, load=self.load)
+
+    @cached_property
+    def _store(self) -> TraceStore:
         if self.store is None:
             self.store = TraceStore(self.setup)
-        return self.store.get(self.setup, self.first, device=self.device, load=self.load)
+        return self.store
 
     @cached_property
     def moments(self) -> dict[str, Counter[Kind]]:
@@ -93,9 +108,10 @@ class Traces(Once):
 
         For a kind of which none ran, as where a model leaves layers out at random, it is the one that keeps most.
         """
-        plan, step, ends = self.setup.plan, self.trace.step, last_of_each_container(self.trace.layers)
+        plan, trace = self.setup.plan, self._uncompiled
+        step, ends = trace.step, last_of_each_container(trace.layers)
         running = {kind for name, kind in zip(plan.layers, self.kinds, strict=True) if plan.unit(name).forwards}
-        placed = [(place, name) for place, name in enumerate(self.trace.layers) if name in step.works[FORWARD]]
+        placed = [(place, name) for place, name in enumerate(trace.layers) if name in step.works[FORWARD]]
 
         def fit(place: int, name: str) -> tuple[bool, bool, bool, int]:
             # What comes after the last layer of a stack is counted for that layer, too.

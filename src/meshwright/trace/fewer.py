@@ -65,7 +65,7 @@ def world_of(layout: Layout) -> Layout:
     )
 
 
-def options_of_fewer(setup: RunSetup, layers: int) -> ParallelOptions:
+def options_of_fewer(setup: RunSetup, layers: int, *, compiled: bool = False) -> ParallelOptions:
     """Return the options of the plan of a run with the first layers of another one: its choices, written out layer by layer."""
     plan = setup.plan
     kept, left = plan.layers[:layers], frozenset(plan.layers[layers:])
@@ -84,7 +84,7 @@ def options_of_fewer(setup: RunSetup, layers: int) -> ParallelOptions:
         groups=(),
         updates=ParallelOptions().updates,
         microbatches=min(2, plan.options.microbatches),
-        compile=False,
+        compile=compiled,
         loss_chunks=0 if plan.loss is None else plan.loss.chunks,
         pipeline_schedule=PipelineSchedule.ONE_F_ONE_B,
         stages_per_rank=None,
@@ -93,7 +93,7 @@ def options_of_fewer(setup: RunSetup, layers: int) -> ParallelOptions:
     )
 
 
-def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
+def with_fewer(setup: RunSetup, layers: int, *, compiled: bool = False) -> RunSetup:
     """Return a run with the first layers of another one, in the smallest world. Its choices are those of the whole run.
 
     Its optimizer is AdamW for all parameters: what others keep is known in closed form, and torchao's cannot be traced.
@@ -101,6 +101,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
     Args:
         setup: the run.
         layers: how many layers.
+        compiled: whether its plan compiles layers.
     """
     layout, run = world_of(setup.layout), setup.config
     model = build_on_meta(
@@ -108,7 +109,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
     )
     spec = spec_of_run(run, model)
     spec = with_canvases(add_modules(spec, model, setup.objective.added, setup.objective.module_runs), setup.objective)
-    small = resolve(spec, model, layout, options_of_fewer(setup, layers))
+    small = resolve(spec, model, layout, options_of_fewer(setup, layers, compiled=compiled))
     config = run.model_copy(update={"optimizer": run.optimizer.as_adamw.model_copy(update={"groups": []})})
     return RunSetup(config, layout, model, spec, small, setup.objective)
 

@@ -6,9 +6,9 @@ of data ranks, of stages, of layers, nor on devices, and layouts of a search sha
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from meshwright.files import write_shared
 from meshwright.models._transformers_compat import attention_of
 from meshwright.plan.cost.price import totals
 from meshwright.trace.fewer import options_of_fewer, with_fewer, world_of
+from meshwright.trace.held.compiled import spared_by_compiler
 from meshwright.trace.live import Kind
 from meshwright.trace.step import StepTrace, trace_step
 from meshwright.trace.work import Work
@@ -108,6 +109,7 @@ class TraceStore:
     def __init__(self, setup: RunSetup, directory: Path | None = None) -> None:
         self.setup, self.made = setup, 0
         self._found: dict[str, SmallTrace] = {}
+        self._spared: dict[str, dict[str, int]] = {}
         self._directory = directory
 
     def get(self, setup: RunSetup, layers: int, *, device: bool, load: float) -> SmallTrace:
@@ -123,6 +125,37 @@ class TraceStore:
         if key not in self._found:
             self._found[key] = self._read(key) or self._make(key, setup, layers, device, load)
         return self._found[key]
+
+    def spared(self, setup: RunSetup, layers: int, names: Collection[str], *, device: bool, load: float) -> dict[str, int]:
+        """Return how many bytes of a microbatch some layers keep less if they are compiled.
+
+        It is read of a microbatch of one sequence.
+
+        Args:
+            setup: see :meth:`get`.
+            layers: see there.
+            names: names of the layers that are asked for.
+            device: see there.
+            load: see there.
+        """
+        rows = setup.config.training.microbatch_size
+        training = setup.config.training.model_copy(update={"microbatch_size": 1})
+        options = replace(setup.plan.options, tokens=(setup.plan.options.tokens or 0) // rows)
+        one = replace(
+            setup,
+            config=setup.config.model_copy(update={"training": training}),
+            plan=replace(setup.plan, options=options),
+        )
+        key = _digest({"step": self._key(one, layers, device, load), "compiled": sorted(names)})
+        if key not in self._spared:
+            with suppress(OSError, RuntimeError, ValueError, TypeError, AttributeError):
+                self._spared[key] = {str(name): int(size) for name, size in json.loads(self._file(key).read_text()).items()}
+        if key not in self._spared:
+            small = with_fewer(one, layers, compiled=True)
+            self._spared[key] = spared_by_compiler(small, sorted(names), device=device, load=load)
+            with suppress(OSError, RuntimeError):
+                write_shared(self._file(key), json.dumps(self._spared[key]))
+        return {name: rows * size for name, size in self._spared[key].items()}
 
     def _make(self, key: str, setup: RunSetup, layers: int, device: bool, load: float) -> SmallTrace:
         made = SmallTrace.of(setup, layers, device=device, load=load)

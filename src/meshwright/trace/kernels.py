@@ -11,23 +11,28 @@ and so are layer norms, losses and grouped products, which are one operator each
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from meshwright.distributed import _torch_compat
 from meshwright.distributed.context import attention_kernels as kernels
 from meshwright.distributed.context.attention_kernels import AttentionRule
 from meshwright.models import _transformers_compat
 
-__all__ = ["device_kernels", "report_attention"]
+__all__ = ["device_kernels", "opaque_kernels", "report_attention"]
 
 FUSED = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention implementations of transformers that are one kernel, beside sdpa."""
 
 _REPORTS: list[Any] = []
+
+_OPAQUE: list[None] = []
+"""Not empty: attention is one operator."""
 
 
 @contextmanager
@@ -40,6 +45,65 @@ def report_attention(report: Any) -> Iterator[None]:
         _REPORTS.pop()
 
 
+@contextmanager
+def opaque_kernels() -> Iterator[None]:
+    """Inside, the attention of :func:`device_kernels` and a collective are one operator each, with all that it reads and keeps."""
+    before = [(room, name, getattr(room, name)) for room, names in _COLLECTIVES for name in names]
+    _OPAQUE.append(None)
+    for room, name, _ in before:
+        setattr(room, name, _collective)
+    try:
+        yield
+    finally:
+        _OPAQUE.pop()
+        for room, name, known in before:
+            setattr(room, name, known)
+
+
+_COLLECTIVES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (dist, ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")),
+    (_torch_compat, ("all_gather_single", "reduce_scatter_single")),
+)
+"""Collectives by their modules. The first tensor is what they write, the second one, if there is one, what they read."""
+
+
+@torch.library.custom_op("meshwright::collective", mutates_args=())
+def _opaque_collective(given: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return given.new_empty(shape)
+
+
+_opaque_collective.register_fake(lambda given, shape: given.new_empty(shape))
+
+
+def _collective(output: torch.Tensor, given: Any = None, *_: Any, **__: Any) -> None:
+    output.copy_(_opaque_collective(given if isinstance(given, torch.Tensor) else output, output.shape))
+
+
+def _outputs(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, tokens, _ = query.shape
+    output = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)  # so a kernel leaves it in memory
+    return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("meshwright::attention", mutates_args=())
+def _opaque_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _outputs(query, value)
+
+
+@torch.library.custom_op("meshwright::attention_backward", mutates_args=())
+def _opaque_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+    normalizer: torch.Tensor, mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+_opaque_forward.register_fake(lambda query, key, value, mask: _outputs(query, value))
+_opaque_backward.register_fake(lambda _, query, key, value, *more: tuple(map(torch.empty_like, (query, key, value))))
+
+
 class _Attention(torch.autograd.Function):
     """Attention without values: a tensor of the shape of its output, and what a kernel keeps."""
 
@@ -48,11 +112,9 @@ class _Attention(torch.autograd.Function):
         context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, causal: bool,
         window: int | None, mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        batch, heads, tokens, _ = query.shape
-        output = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)  # so a kernel leaves it in memory
-        normalizer = query.new_empty(query.shape[:-1], dtype=torch.float32)
         if mask is not None and mask.dtype is torch.bool:
             mask = torch.empty_like(mask, dtype=query.dtype)
+        output, normalizer = _opaque_forward(query, key, value, mask) if _OPAQUE else _outputs(query, value)
         context.save_for_backward(query, key, value, output, normalizer, mask)
         context.sinks, keys = sinks, key.shape[-2]
         context.scores = math.prod(query.shape[:-1]) * keys // (2 if causal else 1)
@@ -63,9 +125,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, *_ = context.saved_tensors
+        query, key, value, *more = context.saved_tensors
         _tell(2 * context.scores * (3 * query.shape[-1] + 2 * value.shape[-1]))  # Dao 2023, arXiv 2307.08691, section 3.1
         sinks_gradient = None if context.sinks is None else torch.empty_like(context.sinks)
+        if _OPAQUE:
+            return (*_opaque_backward(gradient, query, key, value, *more), sinks_gradient, None, None, None)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sinks_gradient, None, None, None
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,9 @@ from meshwright.train.parts import RankSetup
 from meshwright.train.run_objective import columns_of
 from meshwright.train.start.setup import RunSetup
 
-__all__ = ["StepTrace", "run_step", "time_step", "trace_step"]
+__all__ = ["StepTrace", "prepared_step", "run_step", "time_step", "trace_step", "traced"]
+
+T = TypeVar("T")
 
 FORWARD, LOSS, UPDATE = "forward", "loss", "update"
 """Names of moments of a step; the others are the backward of each layer, by its name."""
@@ -114,11 +116,16 @@ def trace_step(setup: RunSetup, *, device: bool = False, load: float = 1.0) -> S
     Raises:
         UnsupportedError: what the model computes depends on values.
     """
+    return traced(setup, run_step, device=device, load=load)
+
+
+def traced(setup: RunSetup, run: Callable[[RunSetup, FakeTensorMode], T], *, device: bool, load: float) -> T:
+    """Return what a function finds out of a run as rank 0 under fake tensors; see :func:`trace_step`."""
     causal = not setup.plan.options.packed and setup.layout.size("cp") == 1
     kernels = device_kernels(attention_of(setup.model), causal=causal) if device else nullcontext()
     with fake_world(setup.layout.world_size, load=load), torch.random.fork_rng(devices=[]), kernels:
         try:
-            return run_step(setup, FakeTensors())
+            return run(setup, FakeTensors())
         except MeshwrightError:
             raise
         except Exception as error:  # whatever a model raises where values are missing
@@ -144,9 +151,8 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         setup: a run without a pipeline. Its model is on the meta device, and is used up.
         tensors: fake tensors; ``None``: real ones on the CPU, with values that mean nothing. A process group must exist.
     """
-    batches = _parallelized(setup, "cpu")  # outside of fake tensors, because it makes many views of shards
+    step = prepared_step(setup, "cpu", tensors)
     with tensors if tensors is not None else nullcontext():
-        step = _prepared(setup, batches, "cpu", tensors)
         _make_state(setup.model, step.optimizer)
         held = [item for state in step.optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
         for batch in step.batches:  # a run moves all to the device first
@@ -192,7 +198,7 @@ def time_step(setup: RunSetup, kind: str, runs: int = 5) -> float:
         kind: kind of device, as in :mod:`meshwright.device`.
         runs: number of steps that are timed, after two others.
     """
-    step, times = _prepared(setup, _parallelized(setup, kind), kind, None), []
+    step, times = prepared_step(setup, kind, None), []
     for index in range(2 + runs):
         begun = time.perf_counter()
         step()
@@ -277,22 +283,22 @@ def _parallelized(setup: RunSetup, kind: str) -> tuple[ParallelMesh, list[Batch]
     return mesh, ours.training(whole, [range(len(batch["input_ids"])) for batch in whole])
 
 
-def _prepared(
-    setup: RunSetup, parallelized: tuple[ParallelMesh, list[Batch]], kind: str, tensors: FakeTensorMode | None
-) -> _Step:
-    """Give the model values that mean nothing, and return its step. Under fake tensors, their mode is the current one."""
-    model, plan, (mesh, batches) = setup.model, setup.plan, parallelized
-    model.to_empty(device=kind)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    model.train()
-    optimizer = build_optimizer(model, setup.config.optimizer, plan.parameters)
-    if tensors is not None:
-        batches = [{key: _faked(value, tensors) for key, value in batch.items()} for batch in batches]
-    elif kind != "cpu":
-        batches = [{key: value.to(kind) for key, value in batch.items()} for batch in batches]
-    return _Step(setup, GradSync.from_plan(model, plan), mesh, optimizer, batches)
+def prepared_step(setup: RunSetup, kind: str, tensors: FakeTensorMode | None) -> _Step:
+    """Return the step of a run, whose model gets values that mean nothing."""
+    mesh, batches = _parallelized(setup, kind)  # outside of fake tensors, because it makes many views of shards
+    model, plan = setup.model, setup.plan
+    with tensors if tensors is not None else nullcontext():
+        model.to_empty(device=kind)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+        model.train()
+        optimizer = build_optimizer(model, setup.config.optimizer, plan.parameters)
+        if tensors is not None:
+            batches = [{key: _faked(value, tensors) for key, value in batch.items()} for batch in batches]
+        elif kind != "cpu":
+            batches = [{key: value.to(kind) for key, value in batch.items()} for batch in batches]
+        return _Step(setup, GradSync.from_plan(model, plan), mesh, optimizer, batches)
 
 
 def _batch(setup: RunSetup, index: int) -> Batch:

@@ -33,12 +33,14 @@ class MemoryForecast:
         parts: what it holds then: ``parameters``, ``optimizer``, ``gradients`` (shards), ``gathered`` (whole parameters),
             ``unsharded_gradients``, ``activations``, ``logits``, ``communication``, ``buffers`` and ``update`` (what an
             optimizer holds in its step beside its state).
+        gradients: shards of all its gradients, which it has in the update.
         traced: number of layers of the model that was traced.
         rank: the rank of ``pp``.
     """
 
     moment: str
     parts: Mapping[str, int]
+    gradients: int
     traced: int
     rank: int = 0
 
@@ -80,7 +82,7 @@ def memory_moments(setup: RunSetup, traces: Traces | None = None) -> list[Memory
                 grown[part] += times * slope
         update = held_in_update(setup.plan) if name == UPDATE else 0
         parts = {**_parts(grown, shards, trace), "buffers": buffers, "update": update}
-        found.append(MemoryForecast(name, parts, traces.first))
+        found.append(MemoryForecast(name, parts, shards.gradient_bytes, traces.first))
     return found
 
 
@@ -94,7 +96,7 @@ def moments_of_stages(plan: ShardingPlan, sizes: TracedSizes, traced: int = 0, m
         most: see :meth:`~meshwright.trace.held.stage_memory.StageMemory.moments`.
     """
     return [
-        MemoryForecast(moment, parts, traced, own.rank)
+        MemoryForecast(moment, parts, own.update["gradients"], traced, own.rank)
         for own in StageMemory.of_ranks(plan, sizes)
         for moment, parts in own.moments(most).items()
     ]
