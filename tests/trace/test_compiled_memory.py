@@ -119,6 +119,15 @@ def test_what_the_compiler_does_not_cut_is_kept(sections: dict[str, Any]) -> Non
     assert spared(compiled("llama", **sections)) == [0]
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=str)
+def test_a_pass_without_gradients_says_nothing(adapter: Any) -> None:
+    """A reference goes through the layers first."""
+    sections = {"training": {"objective": {"use": "preference"}, "microbatch_size": 2}}
+    (ours,) = spared(setup_of(2, packing="pad", parallel={"compile": True}, adapter=adapter, **sections))
+    assert ours > 0
+
+
 def test_more_sequences_keep_so_many_times_less() -> None:
     one, four = (spared(compiled("llama", rows))[0] for rows in (1, 4))
     assert four == 4 * one > 0

@@ -47,7 +47,7 @@ def report_attention(report: Any) -> Iterator[None]:
 
 @contextmanager
 def opaque_kernels() -> Iterator[None]:
-    """Inside, the attention of :func:`device_kernels` and a collective are one operator each, with all that it reads and keeps."""
+    """Inside, attention (of :func:`device_kernels`) and collectives are operators with all that they read and keep."""
     before = [(room, name, getattr(room, name)) for room, names in _COLLECTIVES for name in names]
     _OPAQUE.append(None)
     for room, name, _ in before:

@@ -26,7 +26,7 @@ _WORDS = {
     "buffers": "of the model",
     "update": "what the step of the optimizer holds beside its state",
     "teacher": "shards, what it gathers, what it says: estimated, without what its layers compute for a moment",
-    "allocator": "rounding and fragments: assumed",
+    "allocator": "rounding and fragments: assumed; what its streams keep apart",
     "reserved": "context of the device, workspaces, collectives: assumed",
 }
 

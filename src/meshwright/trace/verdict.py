@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import Hardware
-from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
 from meshwright.trace.changes import KEPT_FIRST, Overrides, filled, least_factor, override_text, with_values
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.held.memory import MemoryForecast, memory_moments, moments_of_stages
@@ -151,6 +151,9 @@ def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
     if any(unit.sync is not SyncPolicy.REDUCE_EACH for unit in plan.units) and plan.options.microbatches > 1:
         yield [("parallel.sync", "reduce_each")], "parameters are gathered, and gradients reduced, in each microbatch"
         together["parallel.sync"] = "reduce_each"
+    if not parallel.compile and any(unit.activation_checkpointing is ActivationCheckpointing.NONE for unit in plan.units):
+        yield [("parallel.compile", True)], "layers are compiled as the run begins"
+        together["parallel.compile"] = True
     modes = [mode.value for mode in KEPT_FIRST[KEPT_FIRST.index(parallel.activation_checkpointing) + 1 :]]
     for mode in modes:
         cost = {"selective": "recomputes about half of each layer", "submodule": "recomputes each layer"}.get(

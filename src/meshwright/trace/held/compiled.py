@@ -29,8 +29,8 @@ LOGGER = logging.getLogger(__name__)
 def spared_by_compiler(setup: RunSetup, layers: Sequence[str], *, device: bool, load: float) -> dict[str, int]:
     """Return how many bytes of a microbatch layers keep less if they are compiled.
 
-    Recomputed layers keep their inputs, compiled or not. A layer of which the compiler cannot make a graph is
-    taken to keep what it keeps without the compiler.
+    Recomputed layers keep their inputs, compiled or not. A layer of which no graph can be made here is taken to keep as much as
+    without the compiler.
 
     Args:
         setup: a run without a pipeline, whose plan compiles layers. Its model is on the meta device, and is used up.
@@ -97,14 +97,15 @@ def _spared(modules: Mapping[str, str], setup: RunSetup, tensors: FakeTensorMode
     def called(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if len(found) == len(modules):
             raise _EnoughError
+        if name in found or not torch.is_grad_enabled():  # as in the pass of a reference
+            return forward(*args, **kwargs)
         with _kept(module) as kept:
             result = forward(*args, **kwargs)
-        if name not in found:
-            found[name] = 0
-            try:
-                found[name] = max(0, sum(kept.values()) - _kept_by_compiler(module, forward, args, kwargs))
-            except Exception as error:  # whatever the tracer of the compiler raises
-                LOGGER.info("%s: the compiler's graph of it is not known (%s: %s)", name, type(error).__name__, error)
+        found[name] = 0
+        try:
+            found[name] = max(0, sum(kept.values()) - _kept_by_compiler(module, forward, args, kwargs))
+        except Exception as error:  # whatever the tracer of the compiler raises
+            LOGGER.info("%s: the compiler's graph of it is not known (%s: %s)", name, type(error).__name__, error)
         return result
 
     step, spared = prepared_step(setup, "cpu", tensors), dict.fromkeys(modules.values(), 0)

@@ -25,7 +25,7 @@ def words_of(part: str) -> str:
 
 
 def longer_in(parts: Mapping[str, float], others: Mapping[str, float], comparison: str) -> str:
-    """Say which two parts of a step make it longer than another one most; empty: none does.
+    """Say which two parts of a step make it longer than another one most; empty: none does, by a thousandth of the step.
 
     Args:
         parts: seconds of the longer step.
@@ -33,5 +33,6 @@ def longer_in(parts: Mapping[str, float], others: Mapping[str, float], compariso
         comparison: ``more`` or ``less``: of which of the two steps it is said.
     """
     longer = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
-    most = sorted(((seconds, name) for name, seconds in longer.items() if seconds > 0), reverse=True)[:2]
+    least = sum(parts.values()) / 1000  # also above what is left of equal numbers
+    most = sorted(((seconds, name) for name, seconds in longer.items() if seconds > least), reverse=True)[:2]
     return ", ".join(f"{seconds_text(seconds, 2)} {comparison} in {words_of(name)}" for seconds, name in most)
