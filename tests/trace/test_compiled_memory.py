@@ -111,7 +111,7 @@ def test_a_few_compiled_layers_say_what_many_hold(family: str, sections: dict[st
     [
         {"parallel": {"activation_checkpointing": "full"}},  # keeps its input
         {"parallel": {"activation_checkpointing": "selective"}},
-        {"layout": {"cp": 2}},  # it could be cut, but positions are known by the object that they are
+        {"layout": {"cp": 2}},  # attention is in no graph
     ],
     ids=str,
 )

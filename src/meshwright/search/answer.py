@@ -14,7 +14,6 @@ from meshwright.search.space import Candidate, Space
 from meshwright.trace.few_layers import Traces
 from meshwright.trace.in_time.part_words import longer_in
 from meshwright.trace.kept_traces import TraceStore
-from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import fit
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.records import Source, standing_of
@@ -277,7 +276,7 @@ def _own(setup: RunSetup, world_size: int, hardware: Hardware, store: TraceStore
         verdict = fit(own, hardware, traces)
     except MeshwrightError as error:
         return None, str(error.problems[0])
-    return Price(Candidate(own.layout, ()), own, verdict, forecast_time(own, hardware, traces)), ""
+    return Price(Candidate(own.layout, ()), own, verdict, traces, hardware), ""
 
 
 def _as_own(own: Price, best: Sequence[Price]) -> Own:

@@ -1,6 +1,7 @@
 """What a candidate costs: the forecasts of `plan --gpu`, with traces and facts that all candidates share."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import Hardware
@@ -23,13 +24,20 @@ class Price:
         candidate: the layout and choices.
         setup: the run that it is.
         verdict: whether it fits, and by how much.
-        time: how long a step takes.
+        traces: its traces.
+        hardware: the devices.
     """
 
     candidate: Candidate
     setup: RunSetup
     verdict: Verdict
-    time: TimeForecast
+    traces: Traces
+    hardware: Hardware
+
+    @cached_property
+    def time(self) -> TimeForecast:
+        """How long a step takes. Of what does not fit, nobody asks."""
+        return forecast_time(self.setup, self.hardware, self.traces)
 
     @property
     def seconds(self) -> float:
@@ -83,7 +91,7 @@ class Pricer:
         if setup is None or (found := self.fit(setup)) is None:
             return None
         verdict, traces = found
-        return Price(candidate, setup, verdict, forecast_time(setup, self.hardware, traces))
+        return Price(candidate, setup, verdict, traces, self.hardware)
 
     def _refuse(self, error: MeshwrightError) -> None:
         code = error.problems[0].code

@@ -69,9 +69,9 @@ class Traces(Once):
 
     @cached_property
     def trace(self) -> SmallTrace:
-        """The trace. Compiled layers keep less in it."""
+        """The trace. Compiled layers keep less in it, but over `cp`: there attention is in no graph."""
         found = self._uncompiled
-        if not self.setup.plan.options.compile:
+        if not self.setup.plan.options.compile or self.setup.layout.size("cp") > 1:
             return found
         examples = self.examples
         spared = self._store.spared(self.setup, self.first, {*examples.values()}, device=self.device, load=self.load)
