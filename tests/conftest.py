@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +26,14 @@ FakeTensorMode.avoid_device_init = property(lambda mode: False)  # type: ignore[
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Audits of tests go on no record of the user's."""
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
-    config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))
+    """Audits of tests go on no record of the user's. Workers share their traces, and nothing else."""
+    own = Path(tempfile.mkdtemp(prefix="meshwright-tests-"))
+    shared = Path(os.environ.setdefault("MESHWRIGHT_TESTS_TRACES", str(own / "traces")))
+    shared.mkdir(exist_ok=True)
+    (own / "meshwright").mkdir()
+    (own / "meshwright" / "traces").symlink_to(shared)
+    os.environ["XDG_CACHE_HOME"] = str(own)
+    config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
 
 
 @pytest.hookimpl(optionalhook=True)  # one process without xdist

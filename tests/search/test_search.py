@@ -143,17 +143,15 @@ def test_candidates_cost_what_plan_says(family: str, number: int, layout: dict[s
     ],
 )  # fmt: skip
 @pytest.mark.timeout(900)
-def test_the_winners_are_those_of_pricing_everything(
-    family: str, memory: float, layout: dict[str, int], tmp_path: Path
-) -> None:
+def test_the_winners_are_those_of_pricing_everything(family: str, memory: float, layout: dict[str, int]) -> None:
     setup, device = base(family, parallel=CHOICES, layout=layout), small_device(memory)
 
     def found() -> tuple[list[float], int, int]:
-        answer = find_best(small_space(setup, []), device, Pricer(setup, device, TraceStore(setup, tmp_path)))
+        answer = find_best(small_space(setup, []), device, Pricer(setup, device, TraceStore(setup)))
         return [price.seconds for price in answer.best], answer.tally.priced, answer.tally.candidates
 
     def priced_from(begin: int) -> list[tuple[float, bool, Any, tuple[float, float]]]:
-        store = TraceStore(setup, tmp_path)
+        store = TraceStore(setup)
         pricer, bounds = Pricer(setup, device, store), Bounds(setup, device, store)
         some = all_candidates(small_space(setup, []))[begin : begin + AT_ONCE]
         prices = ((branch, candidate, pricer.price(candidate)) for branch, candidate in some)
@@ -191,7 +189,7 @@ def test_the_winners_are_those_of_pricing_everything(
     ],
 )
 @pytest.mark.timeout(900)
-def test_no_bound_is_above_its_price(family: str, number: int, tokens: int, tmp_path: Path) -> None:
+def test_no_bound_is_above_its_price(family: str, number: int, tokens: int) -> None:
     """Candidates are drawn from all that a run leaves open: layouts, schedules, recomputation, offload, compile.
 
     With few tokens, most of what a rank holds are parameters and their gradients. With many, `cp` is among the layouts.
@@ -204,7 +202,7 @@ def test_no_bound_is_above_its_price(family: str, number: int, tokens: int, tmp_
     device = small_device(1.5)
 
     def found() -> list[tuple[str, float]]:
-        store = TraceStore(setup, tmp_path)
+        store = TraceStore(setup)
         space, pricer, bounds = small_space(setup), Pricer(setup, device, store), Bounds(setup, device, store)
         drawn = all_candidates(space)
         random.Random(1).shuffle(drawn)
@@ -224,13 +222,13 @@ def test_no_bound_is_above_its_price(family: str, number: int, tokens: int, tmp_
 @pytest.mark.parametrize(
     "pipeline", [{"runs_per_step": 4}, {"stages_per_rank": 4}], ids=["more runs than microbatches", "stages of no schedule"]
 )
-def test_bounds_of_runs_that_the_plan_refuses(pipeline: dict[str, int], tmp_path: Path) -> None:
+def test_bounds_of_runs_that_the_plan_refuses(pipeline: dict[str, int]) -> None:
     """A written key may leave a schedule without microbatches, or with stages that it does not have: that is no crash."""
     choices = {**CHOICES, "activation_checkpointing": "none", "pipeline": pipeline}
     setup = base(parallel=choices, layout={"pp": 2, "cp": 1, "tp": 1}, training={"global_batch_size": 8})
 
     def found() -> list[tuple[float, float]]:
-        bounds = Bounds(setup, small_device(64.0), TraceStore(setup, tmp_path))
+        bounds = Bounds(setup, small_device(64.0), TraceStore(setup))
         return [(bounds.seconds(branch, one), bounds.bytes(branch, one)) for branch, one in all_candidates(small_space(setup))]
 
     pairs = in_one_process(found)
