@@ -98,6 +98,7 @@ class Numbers:
         self._sliced_work: dict[tuple[Any, ...], Counter[Work]] = {}
         self._works: dict[ActivationCheckpointing, int] = {}
         self._kept: dict[tuple[int, Choices], tuple[dict[str, int], int]] = {}
+        self._spared: dict[tuple[int, Choices], dict[str, int]] = {}
         self._traffic: dict[tuple[Layout, Choices], tuple[tuple[Calls, ...], float]] = {}
 
     def slices(self, branch: Branch, candidate: Candidate) -> Slices | None:
@@ -239,18 +240,35 @@ class Numbers:
         beside layers.
 
         Nothing but `cp` cuts it here, which is measured on two ranks: their attention keeps other tensors than that of one.
-        Compiled layers keep less if nothing is recomputed.
+        What compiled layers keep less is that of ranks with such slices.
         """
-        ranks = min(2, branch.layout.size("cp"))
-        compiled = values.get(COMPILE, self.setup.config.parallel.compile) and mode is ActivationCheckpointing.NONE
-        chosen = ((MODE, mode), (COMPILE, compiled), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
+        ranks, tp = min(2, branch.layout.size("cp")), branch.layout.size("tp")
+        chosen = ((MODE, mode), *(_chosen(values, "parallel.context_parallel") if ranks > 1 else ()))
         if (ranks, chosen) not in self._kept:
             runs = (self._run(Layout(dp_shard=1, cp=ranks).resolve(ranks), chosen, rows) for rows in (1, 2))
             fewer, more = (Traces(run, store=self.store) for run in runs)
             one, two = kept_activations(fewer), kept_activations(more)
             layers = {name: ranks * max(0, two[name] - one[name]) for name in two}
             self._kept[ranks, chosen] = layers, ranks * max(0, kept_layers(more).around - kept_layers(fewer).around)
-        return self._kept[ranks, chosen]
+        layers, around = self._kept[ranks, chosen]
+        if ranks > 1 or mode is not ActivationCheckpointing.NONE or not values.get(COMPILE, self.setup.config.parallel.compile):
+            return layers, around
+        spared = self._spared_of(tp, _chosen(values, "parallel.sequence_parallel") if tp > 1 else ())
+        return {name: max(0, size - tp * spared.get(name, 0)) for name, size in layers.items()}, around
+
+    def _spared_of(self, tp: int, chosen: Choices) -> dict[str, int]:
+        """Return how many bytes of a sequence each layer keeps less that is compiled; none if such slices are refused."""
+        if (tp, chosen) not in self._spared:
+            own = ((MODE, ActivationCheckpointing.NONE), (COMPILE, True), *chosen)
+            try:
+                traces = Traces(self._run(Layout(dp_shard=1, tp=tp).resolve(tp), own), store=self.store)
+                spared = {
+                    name: traces.spared.get(kind, 0) for name, kind in zip(self.setup.plan.layers, traces.kinds, strict=True)
+                }
+            except MeshwrightError:
+                spared = {}
+            self._spared[tp, chosen] = spared
+        return self._spared[tp, chosen]
 
     def works(self, mode: ActivationCheckpointing) -> int:
         """Return the bytes of activations that a sequence adds to what a layer in backward holds beside what layers keep."""

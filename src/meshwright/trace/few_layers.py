@@ -69,14 +69,22 @@ class Traces(Once):
 
     @cached_property
     def trace(self) -> SmallTrace:
-        """The trace. Compiled layers keep less in it, but over `cp`: there attention is in no graph."""
-        found = self._uncompiled
+        """The trace. Compiled layers keep less in it."""
+        found, kinds = self._uncompiled, self.kinds[: self.first]
+        spared = {name: self.spared[kind] for name, kind in zip(found.layers, kinds, strict=True) if kind in self.spared}
+        return replace(found, step=as_compiled(found.step, found.layers, spared)) if spared else found
+
+    @cached_property
+    def spared(self) -> dict[int, int]:
+        """For each kind of layer that is compiled, how many bytes of a microbatch it keeps less than if it were not.
+
+        Over `cp` it is not known: there, attention is in no graph.
+        """
         if not self.setup.plan.options.compile or self.setup.layout.size("cp") > 1:
-            return found
-        examples = self.examples
-        spared = self._store.spared(self.setup, self.first, {*examples.values()}, device=self.device, load=self.load)
-        of_layers = {name: spared.get(examples.get(kind, ""), 0) for name, kind in zip(found.layers, self.kinds, strict=False)}
-        return replace(found, step=as_compiled(found.step, found.layers, of_layers))
+            return {}
+        names = {*self.examples.values()}
+        found = self._store.spared(self.setup, self.first, names, device=self.device, load=self.load)
+        return {kind: found[name] for kind, name in self.examples.items() if name in found}
 
     @cached_property
     def _uncompiled(self) -> SmallTrace:
