@@ -10,6 +10,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU 
 import gc
 import itertools
 import shutil
+import subprocess
+import sys
 import tempfile
 import zlib
 from collections.abc import Generator
@@ -49,12 +51,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
-    # Fastest first: whole commands last.
-    items.sort(key=lambda item: item.get_closest_marker("command") is not None)
+    # Fastest first: whole commands last, and before them what waits for a build.
+    items.sort(key=lambda item: 2 if item.get_closest_marker("command") else _is_of_accelerator(item))
+
+
+def _is_of_accelerator(item: pytest.Item) -> bool:
+    return item.path.parent.name == "accelerator"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is loaded by now stays, so the garbage collector need not look at it again."""
+    """Build the simulated accelerator beside other tests, because each of its own waits for it. What is loaded by now stays, so
+    the garbage collector need not look at it again.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" and any(map(_is_of_accelerator, session.items)):
+        command = [sys.executable, "-m", "tests.accelerator.build"]
+        building = subprocess.Popen(command, cwd=session.config.rootpath, stderr=subprocess.DEVNULL)
+        session.config.add_cleanup(building.wait)
     gc.collect()
     gc.freeze()
 

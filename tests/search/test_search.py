@@ -176,7 +176,7 @@ def test_the_winners_are_those_of_pricing_everything(family: str, memory: float,
 @pytest.mark.parametrize(
     ("family", "number", "tokens"),
     [
-        ("llama", 8, 64),
+        ("llama", 5, 64),
         *(
             pytest.param(family, 24, tokens, marks=pytest.mark.thorough)
             for tokens, families in (

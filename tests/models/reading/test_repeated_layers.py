@@ -50,7 +50,7 @@ def compare(model: Any) -> ModelTraces:
     return few
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("family", "adapter"),
     [(family, adapter) for family in KNOWN for adapter in (False, True) if (family, adapter) != ("gemma3n_text", True)],
