@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.errors import UnsupportedError
 from meshwright.plan.given.names import nearest
 from meshwright.plan.result.program import Compile
 from meshwright.trace.few_layers import Traces
@@ -126,6 +127,14 @@ def test_a_pass_without_gradients_says_nothing(adapter: Any) -> None:
     sections = {"training": {"objective": {"use": "preference"}, "microbatch_size": 2}}
     (ours,) = spared(setup_of(2, packing="pad", parallel={"compile": True}, adapter=adapter, **sections))
     assert ours > 0
+
+
+def test_a_microbatch_of_which_a_sequence_cannot_be_run_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError("model.values", "an odd number of sequences")
+
+    monkeypatch.setattr("meshwright.trace.kept_traces.spared_by_compiler", refuse)
+    assert spared(compiled("llama", layers=3)) == [0]
 
 
 def test_more_sequences_keep_so_many_times_less() -> None:

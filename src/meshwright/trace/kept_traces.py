@@ -6,6 +6,7 @@ of data ranks, of stages, of layers, nor on devices, and layouts of a search sha
 
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshwright.errors import MeshwrightError
 from meshwright.files import write_shared
 from meshwright.models._transformers_compat import attention_of
 from meshwright.plan.cost.price import totals
@@ -32,6 +34,8 @@ __all__ = ["SmallTrace", "TraceStore"]
 _ELSEWHERE = ("output", "layout", "parallel", "optimizer", "schedule", "checkpoint", "launch", "metrics", "callbacks", "sample")
 """Sections of the configuration that a trace does not depend on, or that are in its layout and its options."""
 
+
+LOGGER = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=StrEnum)
 
@@ -129,7 +133,7 @@ class TraceStore:
     def spared(self, setup: RunSetup, layers: int, names: Collection[str], *, device: bool, load: float) -> dict[str, int]:
         """Return how many bytes of a microbatch some layers keep less if they are compiled.
 
-        It is read of a microbatch of one sequence.
+        It is read of a microbatch of one sequence. If that cannot be run, they are taken to keep all.
 
         Args:
             setup: see :meth:`get`.
@@ -151,8 +155,12 @@ class TraceStore:
             with suppress(OSError, RuntimeError, ValueError, TypeError, AttributeError):
                 self._spared[key] = {str(name): int(size) for name, size in json.loads(self._file(key).read_text()).items()}
         if key not in self._spared:
-            small = with_fewer(one, layers, compiled=True)
-            self._spared[key] = spared_by_compiler(small, sorted(names), device=device, load=load)
+            try:
+                small = with_fewer(one, layers, compiled=True)
+                self._spared[key] = spared_by_compiler(small, sorted(names), device=device, load=load)
+            except MeshwrightError as error:  # as where an objective wants several sequences
+                LOGGER.info("what compiled layers keep is not known: %s", error)
+                self._spared[key] = {}
             with suppress(OSError, RuntimeError):
                 write_shared(self._file(key), json.dumps(self._spared[key]))
         return {name: rows * size for name, size in self._spared[key].items()}
