@@ -65,7 +65,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" and any(map(_is_of_accelerator, session.items)):
         command = [sys.executable, "-m", "tests.accelerator.build"]
-        building = subprocess.Popen(command, cwd=session.config.rootpath, stderr=subprocess.DEVNULL)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # a test that needs it says why it is not there
+        building = subprocess.Popen(command, cwd=session.config.rootpath, **quiet)
         session.config.add_cleanup(building.wait)
     gc.collect()
     gc.freeze()

@@ -97,7 +97,3 @@ def on_path(folder: Path, **variables: str) -> Iterator[None]:
 
 if __name__ == "__main__":
     print(build())
-
-
-if __name__ == "__main__":
-    build()

@@ -310,6 +310,40 @@ def test_what_fits_and_what_would_make_it_fit(tmp_path: Path) -> None:
         assert verdict(changed, tight).peak_bytes == change.peak_bytes
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_have_memory_of_their_own_stream(layout: dict[str, int], offload: bool) -> None:
+    """Where they are not there yet, and on the device. Reserved memory is that of all streams."""
+    setup = setup_of(2, layers=6, layout=layout, parallel={"cpu_offload": offload, "sync": "reduce_each"})
+
+    def found(_: int) -> tuple[dict[str, int], int, int]:
+        traces = Traces(setup)
+        result = fit(setup, load_hardware("h100"), traces)
+        held = {(one.rank, one.moment): one.parts["gradients"] for one in memory_moments(setup, traces)}
+        return (
+            result.parts,
+            held[result.rank, result.moment],
+            max(size for (rank, _), size in held.items() if rank == result.rank),
+        )
+
+    ((parts, there, all_of_them),) = run_ranks(found, 1, group=False)
+    state = ("parameters", "gradients", "optimizer", "allocator", "reserved")
+    rest = sum(size for name, size in parts.items() if name not in state)
+    assert all_of_them > 0
+    assert parts["allocator"] == round(ALLOCATOR * rest) + (0 if offload else max(0, all_of_them - there))
+
+
+def test_compiling_is_named_where_it_makes_a_run_fit(tmp_path: Path) -> None:
+    setup = setup_of(2, layers=6, parallel={"activation_checkpointing": "none"}, training={"microbatch_size": 4})
+    compiled = with_values(setup.config, [("parallel.compile", True)])
+    peaks = [verdict(one, "h100") for one in (setup, change_setup(setup, compiled, 2))]
+    eager, less = (found.peak_bytes - found.parts["reserved"] for found in peaks)
+    assert less < eager
+    found = verdict(setup, device(tmp_path, memory_gib=(eager + less) / 2 / 2**30))
+    assert ("parallel.compile=true",) in [change.overrides for change in found.changes]
+
+
 @pytest.mark.thorough
 def test_the_worst_moment_is_that_of_the_device() -> None:
     """State in host memory is held in another moment than most activations, and the allocator adds nothing to state."""

@@ -36,7 +36,7 @@ class Price:
 
     @cached_property
     def time(self) -> TimeForecast:
-        """How long a step takes. Of what does not fit, nobody asks."""
+        """How long a step takes. It is forecast when it is asked for: not for what does not fit."""
         return forecast_time(self.setup, self.hardware, self.traces)
 
     @property

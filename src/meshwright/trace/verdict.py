@@ -153,7 +153,6 @@ def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
         together["parallel.sync"] = "reduce_each"
     if not parallel.compile and any(unit.activation_checkpointing is ActivationCheckpointing.NONE for unit in plan.units):
         yield [("parallel.compile", True)], "layers are compiled as the run begins"
-        together["parallel.compile"] = True
     modes = [mode.value for mode in KEPT_FIRST[KEPT_FIRST.index(parallel.activation_checkpointing) + 1 :]]
     for mode in modes:
         cost = {"selective": "recomputes about half of each layer", "submodule": "recomputes each layer"}.get(
