@@ -254,6 +254,11 @@ class Layout(Once):
         sizes = self.sizes()
         return sizes["dp_shard"] * sizes["cp"] * sizes["tp"] // self.ep
 
+    @property
+    def replicated(self) -> bool:
+        """Whether there are replicas. How many there are does not change the rows of a plan."""
+        return self.size("dp_replicate") > 1
+
     def expert_sizes(self) -> dict[str, int]:
         """Axis name to size of the expert mesh, in mesh order."""
         sizes = self.sizes()

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Hashable
 from dataclasses import fields
 from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["Once", "once_for_each"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 
 LATEST = 64
-"""For how many objects :func:`once_for_each` keeps answers."""
+"""For how many arguments :func:`once_for_each` keeps answers."""
 
 
 class Once:
@@ -35,17 +36,18 @@ class Once:
         return found
 
 
-def once_for_each(find: Callable[[T], R]) -> Callable[[T], R]:
-    """Let a function be called once for each of the latest objects, which are told apart by identity; nobody changes them."""
-    kept: dict[int, tuple[T, R]] = {}  # with the object, so that no other gets its identity
+def once_for_each(find: Callable[P, R]) -> Callable[P, R]:
+    """Let a function be called once for each of the latest arguments, which are told apart by identity; nobody changes them."""
+    kept: dict[tuple[int, ...], tuple[Any, R]] = {}  # with the arguments, so that no other gets the identity of one
 
     @wraps(find)
-    def asked(of: T) -> R:
-        if (answer := kept.pop(id(of), None)) is None:
-            answer = (of, find(of))
+    def asked(*of: P.args, **never: P.kwargs) -> R:
+        key = tuple(map(id, of))
+        if (answer := kept.pop(key, None)) is None:
+            answer = (of, find(*of, **never))
             if len(kept) >= LATEST:
                 del kept[next(iter(kept))]
-        kept[id(of)] = answer  # the latest is the last
+        kept[key] = answer  # the latest is the last
         return answer[1]
 
     return asked

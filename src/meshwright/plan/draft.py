@@ -200,7 +200,7 @@ class Draft(Once):
 
     def whole(self, unit: UnitRow) -> bool:
         """Return whether a unit is replicated and not sharded, so that every rank stores its parameters whole."""
-        return self.layout.size("dp_replicate") > 1 and self.shards(unit) == 1
+        return self.layout.replicated and self.shards(unit) == 1
 
     def matched(self, patterns: Iterable[str]) -> list[str]:
         """Return the names of the modules that some patterns match, pattern by pattern; the root is in none."""

@@ -157,7 +157,7 @@ _GIVEN = {"spec", "model", "layout", "options"}
 """Fields of a draft that are noted otherwise, or are the same in all drafts of a model and its spec."""
 
 for _kind, _names in (
-    (_Sizes, {item.name for item in fields(Layout)} | {"ep_shard", "world_size"}),
+    (_Sizes, {item.name for item in fields(Layout)} | {"ep_shard", "replicated", "world_size"}),
     (_Options, {item.name for item in fields(ParallelOptions)}),
     (_Draft, {item.name for item in fields(Draft)} - _GIVEN),
 ):

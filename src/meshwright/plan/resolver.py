@@ -4,12 +4,14 @@ Passes find the fields of a draft, one after another. Then the program is writte
 parallelized.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
 
 from meshwright.errors import LayoutError, Refusal
 from meshwright.layout import Layout
+from meshwright.once import once_for_each
 from meshwright.plan.axes.context.mixers import mixer_actions, resolve_mixers
 from meshwright.plan.axes.context.sharing import attention_actions, resolve_attentions
 from meshwright.plan.axes.data.parameters import (
@@ -27,7 +29,7 @@ from meshwright.plan.axes.data.units import complete_units, unit_actions
 from meshwright.plan.axes.experts import expert_parallel_actions, resolve_experts
 from meshwright.plan.axes.pipeline.stage_plan import resolve_stages
 from meshwright.plan.axes.tensor.choose import resolve_tensor_parallel, tensor_parallel_actions
-from meshwright.plan.draft import Draft
+from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.inspection import Inspection, inspect_model
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
@@ -36,38 +38,13 @@ from meshwright.plan.memory.loss_chunks import loss_actions, resolve_loss
 from meshwright.plan.memory.recompute import checkpointing_modes, recompute_actions
 from meshwright.plan.remembered_passes import Pass, RememberedPasses
 from meshwright.plan.result.border_places import tokens_of_units
-from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.result.rows import UnitRow
+from meshwright.plan.result.sharding_plan import LAYER, ShardingPlan
 from meshwright.plan.update.rates import choose_rates
 from meshwright.plan.update.rules import choose_forms, choose_rules
 from meshwright.plan.update.weight_decay import choose_decayed
 
 __all__ = ["resolve"]
-
-_PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
-    (
-        ("units", choose_units),
-        ("twins", pair_units),
-        ("units", leave_out_units),
-        ("unit_of", assign_units),
-        ("trained", choose_trained),
-        ("decay_rules", choose_decayed),
-        ("rates", choose_rates),
-        ("policies", choose_policies),
-        ("", check_prefetch),
-        ("modes", checkpointing_modes),
-        ("tensor", resolve_tensor_parallel),
-        ("experts", resolve_experts),
-        ("attentions", resolve_attentions),
-        ("mixers", resolve_mixers),
-        ("stages", resolve_stages),
-        ("rules", choose_rules),
-        ("forms", choose_forms),
-        ("loss", resolve_loss),
-    ),
-    (("rows", parameter_rows), ("units", choose_twins)),
-    (("units", complete_units),),
-)
-"""Groups of passes, each with the field of the draft that it finds. All problems of a group are in one report."""
 
 
 def resolve(
@@ -108,25 +85,14 @@ def resolve(
         for name, find in group:
             draft = draft.extended(name, find(draft) if remembered is None else remembered.find(find, draft))
         draft.refuse()
-    plan = ShardingPlan(
-        spec.family,
-        draft.layout,
-        draft.options,
-        draft.layers,
-        draft.rows,
-        tuple(draft.units.values()),
-        draft.tensor.rows,
-        draft.experts,
-        draft.attentions,
-        draft.stages.rows,
-        draft.loss,
-        tp_level=draft.tensor.level,
-        tp_passed_over=draft.tensor.passed_over,
+    units, layers = _in_order(draft.units)
+    plan = replace(
+        _rows(draft),
+        layers=layers,
+        units=units,
         remarks=(*spec.remarks, *draft.remarks),
-        mixers=draft.mixers,
         flags_of_use=(not spec.uses_all_parameters or bool(draft.options.sharded_by)) and draft.layout.size("dp_cp") > 1,
     )
-    plan = replace(plan, units=tokens_of_units(plan))
     cut = () if draft.stages.cut is None else (draft.stages.cut,)
     if not program:
         return replace(plan, program=cut)
@@ -146,3 +112,61 @@ def resolve(
         *compile_actions(draft, plan, inside=False),
     )
     return replace(plan, program=actions)
+
+
+def _rows(draft: Draft) -> ShardingPlan:
+    """Return the plan with its rows alone."""
+    return ShardingPlan(
+        draft.spec.family,
+        draft.layout,
+        draft.options,
+        draft.layers,
+        draft.rows,
+        tuple(draft.units.values()),
+        draft.tensor.rows,
+        draft.experts,
+        draft.attentions,
+        draft.stages.rows,
+        draft.loss,
+        tp_level=draft.tensor.level,
+        tp_passed_over=draft.tensor.passed_over,
+        mixers=draft.mixers,
+    )
+
+
+def _enter_tokens(draft: Draft) -> Found[dict[str, UnitRow]]:
+    """Find which tokens enter each unit."""
+    return Found({unit.name: unit for unit in tokens_of_units(_rows(draft))})
+
+
+@once_for_each
+def _in_order(units: Mapping[str, UnitRow]) -> tuple[tuple[UnitRow, ...], tuple[str, ...]]:
+    """Return the rows of units, and the names of layers: those of plans that share their units are the same objects."""
+    return tuple(units.values()), tuple(unit.name for unit in units.values() if unit.kind == LAYER)
+
+
+_PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
+    (
+        ("units", choose_units),
+        ("twins", pair_units),
+        ("units", leave_out_units),
+        ("unit_of", assign_units),
+        ("trained", choose_trained),
+        ("decay_rules", choose_decayed),
+        ("rates", choose_rates),
+        ("policies", choose_policies),
+        ("", check_prefetch),
+        ("modes", checkpointing_modes),
+        ("tensor", resolve_tensor_parallel),
+        ("experts", resolve_experts),
+        ("attentions", resolve_attentions),
+        ("mixers", resolve_mixers),
+        ("stages", resolve_stages),
+        ("rules", choose_rules),
+        ("forms", choose_forms),
+        ("loss", resolve_loss),
+    ),
+    (("rows", parameter_rows), ("units", choose_twins)),
+    (("units", complete_units), ("units", _enter_tokens)),
+)
+"""Groups of passes, each with the field of the draft that it finds. All problems of a group are in one report."""

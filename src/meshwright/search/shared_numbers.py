@@ -155,7 +155,9 @@ class Numbers:
             updated[of_experts] += shards * (2 * row.bytes_per_rank + gradient + 2 * moments)
             copied[of_experts] += shards * (row.bytes_per_rank + gradient)
         layers = [
-            [unit for unit in turn if not unit.part_of] for turn in layer_groups(plan).turns if turn[0].name in plan.layers
+            [unit for unit in turn if not unit.part_of]
+            for turn in layer_groups(plan.shared).turns
+            if turn[0].name in plan.layers
         ]
         return Slices(
             traffic=tuple(

@@ -205,7 +205,7 @@ def kept_layers(traces: Traces) -> KeptLayers:
 
 
 def _kept_layers(traces: Traces) -> KeptLayers:
-    noted = {kind: traces.of_layer(BEFORE_LOSS, kind) for kind in traces.kinds}
+    noted = {kind: traces.of_layer(BEFORE_LOSS, kind) for kind in {*traces.kinds}}
     own, outputs = ({kind: held[part] for kind, held in noted.items()} for part in (Kind.ACTIVATIONS, Kind.OUTPUTS))
     step = traces.trace.step
     traced = sum(held.get(Kind.ACTIVATIONS, 0) for held in step.of_layers[BEFORE_LOSS].values())

@@ -12,9 +12,10 @@ from meshwright.layout import Layout
 from meshwright.models.added_modules import add_modules
 from meshwright.models.weights.build import build_on_meta
 from meshwright.plan.given.closed_choices import PipelineSchedule
-from meshwright.plan.given.names import inside, nearest
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
+from meshwright.plan.result.alike_layers import alike_layers, places_in
+from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
 from meshwright.shrink.kinds import with_layers
 from meshwright.train.start.run_plan import with_canvases
@@ -32,15 +33,17 @@ def kinds_of_layers(plan: ShardingPlan) -> list[int]:
     That the last layer stays gathered after forward does not count: it does so in a run with fewer layers too. The kinds of an
     audit (:func:`meshwright.shrink.kinds.kinds_of`) are finer: a window makes another kind there, but holds the same here.
     """
-    own: dict[str, tuple[list[Any], list[Any]]] = {layer: ([], []) for layer in plan.layers}
-    for row in plan.parameters:
-        if layer := row.unit if row.unit in own and inside(row.name, row.unit) else nearest(row.name, own):
-            own[layer][0].append((row.name[len(layer) :], row.shape, row.trainable))
-    for unit in plan.units:
-        if layer := unit.name if unit.name in own else nearest(unit.name, own):
-            own[layer][1].append((unit.name.removeprefix(layer), unit.kind, unit.activation_checkpointing, unit.sync))
-    kinds: dict[Any, int] = {}
-    return [kinds.setdefault((tuple(shapes), tuple(units)), len(kinds)) for shapes, units in own.values()]
+    return plan.shared.once(_kinds_of_layers)
+
+
+def _kinds_of_layers(rows: PlanRows) -> list[int]:
+    alike, kinds = alike_layers(rows), dict[Any, int]()
+    numbers = []
+    for layer in alike.examples:
+        shapes = tuple((rest, row.shape, row.trainable) for rest, row in layer.parameters)
+        units = tuple((rest, unit.kind, unit.activation_checkpointing, unit.sync) for rest, unit in layer.units)
+        numbers.append(kinds.setdefault((shapes, units), len(kinds)))
+    return [numbers[kind] for kind in alike.kinds]
 
 
 def layers_of_config(setup: RunSetup) -> int:
@@ -68,17 +71,9 @@ def world_of(layout: Layout) -> Layout:
 def options_of_fewer(setup: RunSetup, layers: int, *, compiled: bool = False) -> ParallelOptions:
     """Return the options of the plan of a run with the first layers of another one: its choices, written out layer by layer."""
     plan = setup.plan
-    kept, left = plan.layers[:layers], frozenset(plan.layers[layers:])
-
-    def stays(name: str) -> bool:
-        return name not in left and not nearest(name, left)
-
     return replace(
         plan.options,
-        sync=plan.unit(ROOT).sync,
-        sync_units={unit.name: unit.sync for unit in plan.units if unit.name != ROOT and not unit.part_of and stays(unit.name)},
-        activation_checkpointing_layers={name: plan.unit(name).activation_checkpointing for name in kept},
-        freeze=tuple(row.name for row in plan.parameters if not row.trainable and stays(row.name)),
+        **plan.shared.once(_choices_of_layers, layers),
         decay=(),
         no_decay=(),
         groups=(),
@@ -91,6 +86,23 @@ def options_of_fewer(setup: RunSetup, layers: int, *, compiled: bool = False) ->
         pipeline_cuts=(),
         runs_per_step=1,
     )
+
+
+def _choices_of_layers(rows: PlanRows, layers: int) -> dict[str, Any]:
+    """Return the options that choose what the first layers do, and what is beside all layers."""
+    units, left, places = rows.units_by_name, frozenset(rows.layers[layers:]), places_in(rows.layers)
+
+    def stays(name: str) -> bool:
+        return places[name][0] not in left
+
+    return {
+        "sync": units[ROOT].sync,
+        "sync_units": {
+            unit.name: unit.sync for unit in rows.units if unit.name != ROOT and not unit.part_of and stays(unit.name)
+        },
+        "activation_checkpointing_layers": {name: units[name].activation_checkpointing for name in rows.layers[:layers]},
+        "freeze": tuple(row.name for row in rows.parameters if not row.trainable and stays(row.name)),
+    }
 
 
 def with_fewer(setup: RunSetup, layers: int, *, compiled: bool = False) -> RunSetup:

@@ -17,6 +17,7 @@ from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic, uns
 from meshwright.plan.axes.pipeline.stage_plan import parts_of_rank, stages_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.activation_traffic import activation_traffic, repeated_share
+from meshwright.plan.cost.alike_ranks import alike_rank
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals
@@ -112,8 +113,8 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     microbatches, layout = plan.options.microbatches, plan.layout
 
     ranks = range(layout.size("pp"))
-    works = [spent(whole.on_rank(plan, rank)) for rank in ranks]
-    rank = max(ranks, key=lambda one: sum(works[one].values()))
+    works = {rank: spent(whole.on_rank(plan, rank)) for rank in dict.fromkeys(alike_rank(plan, rank) for rank in ranks)}
+    rank = max(works, key=lambda one: sum(works[one].values()))
     parts = {name: microbatches * seconds for name, seconds in works[rank].items()}
     price = price_of(plan.layout, hardware)
     for item in activation_traffic(plan):
@@ -247,10 +248,13 @@ def stage_turns(plan: ShardingPlan, stage: int, whole: LayerWork, rates: Rates, 
 
 def seconds_of_stages(plan: ShardingPlan, whole: LayerWork, rates: Rates, waits: float) -> list[float]:
     """Return for each stage of a pipeline how long all turns of a microbatch take; see :func:`stage_turns`."""
-    found = [0.0] * len(plan.stages)
+    found, works = [0.0] * len(plan.stages), dict[tuple[int, ...], float]()
     for rank in range(plan.layout.size("pp")):
-        for stages in parts_of_rank(plan, rank):
-            total = sum(rates.spent(whole.on_stages(plan, stages)).values()) + waits * len(layers_on(plan, stages))
+        alike = parts_of_rank(plan, alike_rank(plan, rank))
+        for stages, first in zip(parts_of_rank(plan, rank), alike, strict=True):
+            if first not in works:
+                works[first] = sum(rates.spent(whole.on_stages(plan, first)).values()) + waits * len(layers_on(plan, first))
+            total = works[first]
             # Of several passes, those between the first and the last have no backward.
             parts = [plan.stages[stage].cost * (3 if stage in (stages[0], stages[-1]) else 1) for stage in stages]
             for stage, part in zip(stages, parts, strict=True):

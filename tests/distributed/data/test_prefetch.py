@@ -95,7 +95,7 @@ def test_each_layer_ahead_costs_a_layer() -> None:
 def test_units_inside_and_beside_layers() -> None:
     """A turn is a layer with what is in it, or a unit beside the layers."""
     plan = planned(NESTED, sync="reduce_each", prefetch_forward=1, prefetch_backward=1)
-    assert [[unit.name for unit in turn] for turn in layer_groups(plan).turns] == [
+    assert [[unit.name for unit in turn] for turn in layer_groups(plan.shared).turns] == [
         *([f"blocks.{index}", f"blocks.{index}.2"] for index in range(6)),
         ["norm"],
     ]

@@ -1,19 +1,13 @@
 """Ranks of a pipeline that hold the same: what is added up for one of them need not be added up for the others."""
 
 from collections.abc import Hashable
-from dataclasses import fields
-from operator import attrgetter
 
 from meshwright.plan.axes.pipeline.stage_plan import first_trained, stages_of_rank
-from meshwright.plan.given.names import nearest
-from meshwright.plan.result.rows import ParameterRow, UnitRow
+from meshwright.plan.result.alike_layers import alike_layers
+from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
 
 __all__ = ["alike_rank"]
-
-_OF_PARAMETER = attrgetter(*(item.name for item in fields(ParameterRow) if item.name not in ("name", "unit", "stage")))
-_OF_UNIT = attrgetter(*(item.name for item in fields(UnitRow) if item.name not in ("name", "parameters")))
-"""What rows say beside names."""
 
 
 def alike_rank(plan: ShardingPlan, rank: int) -> int:
@@ -21,33 +15,23 @@ def alike_rank(plan: ShardingPlan, rank: int) -> int:
 
     Stages at the ends of the model, and those with something outside of their layers, are like no other.
     """
-    return plan.once(_alike_ranks)[rank] if plan.stages else rank
+    return plan.shared.once(_alike_ranks)[rank] if plan.stages else rank
 
 
-def _alike_ranks(plan: ShardingPlan) -> list[int]:
-    contents = _contents_of_stages(plan)
+def _alike_ranks(rows: PlanRows) -> list[int]:
+    contents = _contents_of_stages(rows)
     first: dict[tuple[Hashable, ...], int] = {}
-    ranks = range(plan.layout.size("pp"))
-    return [first.setdefault(tuple(contents[stage] for stage in stages_of_rank(plan, rank)), rank) for rank in ranks]
+    ranks = range(1 + max(stage.rank for stage in rows.stages))
+    return [first.setdefault(tuple(contents[stage] for stage in stages_of_rank(rows, rank)), rank) for rank in ranks]
 
 
-def _contents_of_stages(plan: ShardingPlan) -> list[Hashable]:
-    """Return for each stage what rows say of its layers, in order; or its number, if it is like no other."""
-    of_layers: dict[str, list[Hashable]] = {layer: [] for layer in plan.layers}
-    alone = {*range(first_trained(plan) + 1), len(plan.stages) - 1}
-    for row in plan.parameters:
-        layer = nearest(row.name, of_layers)
-        if not layer or row.aliases or row.copies:
-            alone.update(row.stages)
-        else:
-            of_layers[layer].append((row.name.removeprefix(layer), row.unit.removeprefix(layer), _OF_PARAMETER(row)))
-    for unit in plan.units:
-        layer = unit.name if unit.name in of_layers else nearest(unit.name, of_layers)
-        if unit.twin_of or unit.part_of or not (layer or unit.name == ROOT):
-            return list(range(len(plan.stages)))
-        if layer:
-            of_layers[layer].append((unit.name.removeprefix(layer), _OF_UNIT(unit)))
-    return [
-        stage if stage in alone else tuple(tuple(of_layers[layer]) for layer in row.layers)
-        for stage, row in enumerate(plan.stages)
-    ]
+def _contents_of_stages(rows: PlanRows) -> list[Hashable]:
+    """Return for each stage the kinds of its layers, in order; or its number, if it is like no other."""
+    alike = alike_layers(rows)
+    if any(unit.name != ROOT for unit in alike.units_outside) or any(unit.twin_of or unit.part_of for unit in rows.units):
+        return list(range(len(rows.stages)))
+    alone = {*range(first_trained(rows) + 1), len(rows.stages) - 1}
+    tied = [row for row in rows.parameters if row.aliases or row.copies]
+    alone.update(stage for row in (*alike.parameters_outside, *tied) for stage in row.stages)
+    kinds = dict(zip(rows.layers, alike.kinds, strict=True))
+    return [stage if stage in alone else tuple(kinds[layer] for layer in row.layers) for stage, row in enumerate(rows.stages)]

@@ -1,16 +1,18 @@
 """What a plan costs a rank: stored bytes, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.plan.axes.data.prefetch import gathered_peak
-from meshwright.plan.axes.data.unit_traffic import UnitTraffic, gradient_peak, unit_bytes, unit_traffic, use_traffic
+from meshwright.plan.axes.data.unit_traffic import UnitTraffic, gradient_peak, unit_traffic, use_traffic
 from meshwright.plan.axes.pipeline.replay import receive_buffer_bytes
-from meshwright.plan.axes.pipeline.stage_plan import parts_of_rank, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import parts_of_rank
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
+from meshwright.plan.cost.alike_ranks import alike_rank
+from meshwright.plan.result.plan_rows import PlanRows
+from meshwright.plan.result.rows import UnitRow
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.states import state_bytes
 
@@ -54,6 +56,11 @@ class Totals:
     receive_buffer_bytes: int
     traffic: UnitTraffic
 
+    @property
+    def stored_bytes(self) -> int:
+        """Its shards together."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
 
 def totals(plan: ShardingPlan) -> Totals:
     """Add up a plan, for the rank of `pp` that stores the most."""
@@ -68,12 +75,8 @@ def fullest_rank(plan: ShardingPlan) -> int:
 def _fullest_rank(plan: ShardingPlan) -> int:
     if not plan.stages:
         return 0
-    stored: Counter[int] = Counter()  # by stage
-    for row in plan.parameters:
-        size = (1 + row.trainable) * row.bytes_per_rank + state_bytes(plan, row)
-        for stage in row.stages:
-            stored[stage] += size
-    return max(range(plan.layout.size("pp")), key=lambda rank: sum(stored[stage] for stage in stages_of_rank(plan, rank)))
+    ranks = dict.fromkeys(alike_rank(plan, rank) for rank in range(plan.layout.size("pp")))
+    return max(ranks, key=lambda rank: totals_of_rank(plan, rank).stored_bytes)
 
 
 def priced_json(plan: ShardingPlan, more: Mapping[str, Any] | None = None) -> str:
@@ -88,29 +91,29 @@ def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
 
 def _totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
     stages = [rows_on_stages(plan, own) for own in parts_of_rank(plan, rank)]
-    rows = [row for stage in stages for row in stage.parameters]
-    gathered = [
-        {unit.name: 0 if unit.part_of or not unit.forwards else unit_bytes(stage, unit)[0] for unit in stage.units}
-        for stage in stages
-    ]
-    largest, index = max((max(sizes.values()), -index) for index, sizes in enumerate(gathered))
-    name = next(name for name, size in gathered[-index].items() if size == largest)
+    largest, index = max((stage.shared.once(_largest_unit)[0], -index) for index, stage in enumerate(stages))
     traffic = [unit_traffic(stage, unit) for stage in stages for unit in stage.units]
     return Totals(
         parameters=plan.numbers[0],
         trainable=plan.numbers[1],
-        parameter_bytes=sum(row.bytes_per_rank for row in rows),
-        gradient_bytes=sum(row.bytes_per_rank for row in rows if row.trainable),
-        optimizer_bytes=sum(state_bytes(plan, row) for row in rows),
-        largest_unit=stages[-index].unit(name).label,
+        parameter_bytes=sum(stage.shared.ways.parameter_bytes for stage in stages),
+        gradient_bytes=sum(stage.shared.ways.gradient_bytes for stage in stages),
+        optimizer_bytes=sum(number * state_bytes(plan, row) for stage in stages for row, number in stage.shared.ways),
+        largest_unit=stages[-index].shared.once(_largest_unit)[1].label,
         largest_unit_bytes=largest,
-        gathered_peak_bytes=sum(gathered_peak(stage, sizes) for stage, sizes in zip(stages, gathered, strict=True)),
-        unsharded_gradient_peak_bytes=sum(gradient_peak(stage, stage.parameters) for stage in stages),
+        gathered_peak_bytes=sum(map(gathered_peak, stages)),
+        unsharded_gradient_peak_bytes=sum(map(gradient_peak, stages)),
         receive_buffer_bytes=receive_buffer_bytes(plan, rank),
         traffic=UnitTraffic(
             *(_total([*traffic, *map(use_traffic, stages)], name) for name in UnitTraffic.__dataclass_fields__)
         ),
     )
+
+
+def _largest_unit(rows: PlanRows) -> tuple[int, UnitRow]:
+    """Return the most bytes that a unit gathers, and the unit."""
+    sizes = [rows.ways_of(unit).gathered_bytes if unit.forwards and not unit.part_of else 0 for unit in rows.units]
+    return max(sizes), rows.units[sizes.index(max(sizes))]
 
 
 def _total(traffic: Iterable[UnitTraffic], name: str) -> int:

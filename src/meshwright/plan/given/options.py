@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import Field, dataclass, field, fields
+from functools import cache, cached_property
 from typing import Any, NamedTuple, get_args
 
 from meshwright.errors import PlanError, Problems
@@ -261,18 +261,18 @@ class ParallelOptions(Once):
             PlanError: all illegal values together.
         """
         problems = Problems()
-        for item in fields(self):
+        for item, optional in _checked():
             name, value, choices = item.name, getattr(self, item.name), item.metadata.get("choices")
-            optional = type(None) in get_args(item.type)
             if isinstance(item.default, tuple):
                 value = tuple(tuple(one) if isinstance(one, list) else one for one in value)
-            elif isinstance(value, Mapping) and choices:
+            elif isinstance(value, Mapping):
                 value = {key: _chosen(f"{name}[{key!r}]", word, choices, problems) for key, word in value.items()}
             elif choices and not (optional and value is None):
                 value = _chosen(name, value, choices, problems)
             elif (least := item.metadata.get("least")) is not None and value is not None and value < least:
                 problems.add("plan.option", f"{name}={value}: must be at least {least}{item.metadata.get('why', '')}")
-            object.__setattr__(self, name, value)
+            if value is not getattr(self, name):
+                object.__setattr__(self, name, value)
         if problems:
             raise PlanError(problems)
 
@@ -291,6 +291,17 @@ class ParallelOptions(Once):
         """Return the options as plain values, for JSON."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: _plain(value) for name, value in plain.items()}
+
+
+@cache
+def _checked() -> list[tuple[Field[Any], bool]]:
+    """Return the fields with values that may be illegal, or of another type, and whether ``None`` is legal for each."""
+    checked = [
+        item
+        for item in fields(ParallelOptions)
+        if isinstance(item.default, tuple) or item.metadata.get("choices") or item.metadata.get("least") is not None
+    ]
+    return [(item, type(None) in get_args(item.type)) for item in checked]
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,7 @@
 """The rows of a plan: what becomes of each parameter, unit, module under tensor parallel, mixture, attention and stage."""
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
@@ -9,7 +11,16 @@ from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextMethod, SyncPolicy
 from meshwright.plan.update.matrices import Form
 
-__all__ = ["DECAYED", "AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", "TensorParallelRow", "UnitRow"]
+__all__ = [
+    "DECAYED",
+    "AttentionRow",
+    "ExpertsRow",
+    "ParameterRow",
+    "RowsByWay",
+    "StageRow",
+    "TensorParallelRow",
+    "UnitRow",
+]
 
 DECAYED = ("matrix", "decay")
 """The rules of :attr:`ParameterRow.decay_rule` that decay."""
@@ -108,13 +119,59 @@ class ParameterRow:
         """The number of elements of the whole parameter."""
         return prod(self.shape)
 
+    @cached_property
+    def way(self) -> object:
+        """In what way it is stored and updated: the rows that :meth:`like` made of one have the same."""
+        return object()
+
     def like(self, name: str, aliases: tuple[str, ...], unit: str, stages: tuple[int, ...]) -> "ParameterRow":
         """Return the row of another parameter that is stored and updated in the same way."""
         row = object.__new__(ParameterRow)  # a model has thousands of rows, and few ways
-        vars(row).update(
-            vars(self), name=name, aliases=aliases, unit=unit, stage=stages[0], copies=stages[1:], numel=self.numel
-        )
+        held = vars(row)
+        held.update(vars(self))
+        held["name"], held["aliases"], held["unit"] = name, aliases, unit
+        held["stage"], held["copies"] = stages[0], stages[1:]
+        held["numel"], held["way"] = self.numel, self.way
         return row
+
+
+class RowsByWay:
+    """Rows of parameters, of which few differ by more than names, units and stages.
+
+    Args:
+        rows: the rows.
+
+    Attributes:
+        pairs: a row of each way, and how many there are of it.
+    """
+
+    def __init__(self, rows: Sequence[ParameterRow]) -> None:
+        first: dict[object, ParameterRow] = {}
+        numbers = Counter([first.setdefault(row.way, row).way for row in rows])
+        self.pairs = [(first[way], number) for way, number in numbers.items()]
+
+    def __iter__(self) -> Iterator[tuple[ParameterRow, int]]:
+        return iter(self.pairs)
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """Those of all parameters, gathered."""
+        return sum(number * row.gathered_bytes for row, number in self.pairs)
+
+    @cached_property
+    def reduced_bytes(self) -> int:
+        """Those of all gradients, as they are reduced."""
+        return sum(number * row.reduced_bytes for row, number in self.pairs)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Those of all shards."""
+        return sum(number * row.bytes_per_rank for row, number in self.pairs)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Those of the shards of all gradients."""
+        return sum(number * row.bytes_per_rank for row, number in self.pairs if row.trainable)
 
 
 @dataclass(frozen=True)

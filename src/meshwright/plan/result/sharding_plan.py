@@ -8,12 +8,12 @@ from typing import Any
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.once import Once
-from meshwright.plan.given.names import nearest
 from meshwright.plan.given.options import DTYPES, NF4, NF4_BLOCK, ParallelOptions
 from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.result.action_values import describe, read_action, read_row, read_tuples, values_of
 from meshwright.plan.result.context.canvas_rows import CanvasRow
 from meshwright.plan.result.differences import PlanDifference, field_differences, row_differences
+from meshwright.plan.result.plan_rows import PlanRows, rows_of_plans
 from meshwright.plan.result.program import Action, Cut
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
 from meshwright.plan.update.matrices import read_form
@@ -99,21 +99,20 @@ class ShardingPlan(Once):
     mixers: tuple[MixerShare, ...] = ()
 
     @cached_property
+    def shared(self) -> PlanRows:
+        """Its rows, with what they alone say: plans that have the same ones share it."""
+        rows = (self.layers, self.parameters, self.units, self.tensor_parallel, self.experts, self.attentions, self.mixers)
+        return rows_of_plans(*rows, self.stages, self.cut if self.stages and self.program else None)
+
+    @property
     def fsdp_units(self) -> tuple[UnitRow, ...]:
         """The rows of modules that are FSDP units."""
-        return tuple(unit for unit in self.units if not unit.part_of)
+        return self.shared.fsdp_units
 
-    @cached_property
-    def _rows_of_units(self) -> dict[str, list[ParameterRow]]:
-        rows: dict[str, list[ParameterRow]] = {}
-        for row in self.parameters:
-            rows.setdefault(row.unit, []).append(row)
-        return rows
-
-    @cached_property
+    @property
     def first_trained_stage(self) -> int:
         """The first stage with a trained parameter; the number of stages if there is none."""
-        return min((min(row.stages) for row in self.parameters if row.trainable), default=len(self.stages))
+        return self.shared.first_trained_stage
 
     @cached_property
     def cut(self) -> Cut | None:
@@ -128,31 +127,20 @@ class ShardingPlan(Once):
 
     def rows(self, unit: UnitRow) -> list[ParameterRow]:
         """Return the rows of the parameters that a unit gathers. The second of two twin units gathers those of the first."""
-        return self._rows_of_units.get(unit.twin_of or unit.name, [])
+        return self.shared.rows(unit)
 
     def parts(self, unit: UnitRow) -> tuple[UnitRow, ...]:
         """Return the rows of the modules of a unit: its own row, and those of modules that were wrapped together with it."""
-        return (unit, *self._parts_of_units.get(unit.name, ()))
+        return self.shared.parts(unit)
 
-    @cached_property
-    def _parts_of_units(self) -> dict[str, list[UnitRow]]:
-        parts: dict[str, list[UnitRow]] = {}
-        for other in self.units:
-            if other.part_of:
-                parts.setdefault(other.part_of, []).append(other)
-        return parts
-
-    @cached_property
+    @property
     def numbers(self) -> tuple[int, int]:
         """The number of elements of all parameters, each counted once, and of those that are trained."""
-        trained = sum([row.numel for row in self.parameters if row.trainable])
-        return trained + sum([row.numel for row in self.parameters if not row.trainable]), trained
+        return self.shared.numbers
 
     def runs(self, module: str) -> tuple[int, int]:
         """Return the forwards and the backwards of a module in a microbatch: those of the innermost unit around it."""
-        units = self._units_by_name
-        unit = units[module if module in units else nearest(module, units)]
-        return unit.forwards * unit.places, unit.places
+        return self.shared.runs(module)
 
     @property
     def sequence_multiple(self) -> int:
@@ -164,18 +152,14 @@ class ShardingPlan(Once):
         """Whether it has a program, and not only the cut, which prices need too."""
         return any(not isinstance(action, Cut) for action in self.program)
 
-    @cached_property
+    @property
     def sliced_modules(self) -> dict[str, TensorParallelRow]:
         """The rows of modules that compute with slices or have a move, by module."""
-        return {row.module: row for row in self.tensor_parallel}
-
-    @cached_property
-    def _units_by_name(self) -> dict[str, UnitRow]:
-        return {unit.name: unit for unit in self.units}
+        return self.shared.sliced_modules
 
     def unit(self, name: str) -> UnitRow:
         """Return the row of a unit by name."""
-        return self._units_by_name[name]
+        return self.shared.units_by_name[name]
 
     def parameter(self, name: str) -> ParameterRow:
         """Return the row of a parameter by name or alias."""
@@ -290,7 +274,7 @@ def nothing_is_sharded(layout: Layout) -> bool:
     If experts are sharded over `ep_shard` (which includes ranks of `tp`), all units use ``fully_shard``, dense ones over one
     shard: a root made by torch's ``replicate`` does not treat units of ``fully_shard`` as its own.
     """
-    return layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1 and (layout.ep == 1 or layout.ep_shard == 1)
+    return layout.size("dp_shard_cp") == 1 and layout.replicated and (layout.ep == 1 or layout.ep_shard == 1)
 
 
 def unit_axes(layout: Layout, kind: str) -> tuple[str, ...]:
@@ -299,7 +283,7 @@ def unit_axes(layout: Layout, kind: str) -> tuple[str, ...]:
         return ("dp_replicate",)
     axis = shard_axis(layout, kind)
     native = "dp_shard" if axis == "dp_shard_cp" and layout.size("cp") == 1 else axis
-    return ("dp_replicate", native) if layout.size("dp_replicate") > 1 else (native,)
+    return ("dp_replicate", native) if layout.replicated else (native,)
 
 
 def bytes_of(numel: int, dtype: str) -> int:

@@ -45,9 +45,14 @@ def state_bytes(plan: ShardingPlan, row: ParameterRow) -> int:
     return _BYTES[rule.kind](row, options)
 
 
+def _updates(plan: ShardingPlan) -> list[str]:
+    """Return the names of the rules that update something."""
+    return list(dict.fromkeys(row.update for row, _ in plan.shared.ways if row.trainable))
+
+
 def kept_words(plan: ShardingPlan) -> str:
     """Return what the optimizers of a plan keep, in words."""
-    rules = [plan.options.rules[name] for name in dict.fromkeys(row.update for row in plan.parameters if row.trainable)]
+    rules = [plan.options.rules[name] for name in _updates(plan)]
     said = [_WORDS[rule.kind](dict(rule.options)) if rule.kind else rule.name for rule in rules]
     return "; ".join(said)
 
@@ -56,11 +61,12 @@ def update_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
     """Return the collectives of an update on one rank. Those of an optimizer of the user are not known."""
     found: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for name in dict.fromkeys(row.update for row in plan.parameters if row.trainable):
-        rows = [row for row in plan.parameters if row.update == name]
+    for name in _updates(plan):
         rule = plan.options.rules[name]
-        of_rule = _TRAFFIC.get(rule.kind)
-        for item in of_rule(plan.layout, rows, dict(rule.options)) if of_rule is not None else ():
+        if (of_rule := _TRAFFIC.get(rule.kind)) is None:
+            continue
+        rows = [row for row in plan.parameters if row.update == name]
+        for item in of_rule(plan.layout, rows, dict(rule.options)):
             found[item.axis, item.kind] += item.calls
             sizes[item.axis, item.kind] += item.size or 0
     return [AxisTraffic(*key, calls, sizes[key]) for key, calls in found.items()]
@@ -163,7 +169,7 @@ def _exchanges_of_muon(layout: Layout, rows: list[ParameterRow], options: Mappin
 def orthogonalised(plan: ShardingPlan) -> dict[str, UpdateTraffic]:
     """Return what Muon costs the rank that it costs most, for each dtype that it computes in; empty: nothing is Muon's."""
     found = {}
-    for name in dict.fromkeys(row.update for row in plan.parameters if row.trainable):
+    for name in _updates(plan):
         rule = plan.options.rules[name]
         if rule.kind == "muon":
             options = dict(rule.options)

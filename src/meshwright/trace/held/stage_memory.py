@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import mul
+from typing import NamedTuple
 
 from meshwright.plan.axes.data.unit_traffic import gradient_peak, gradients_between
 from meshwright.plan.axes.pipeline.held_turns import HeldTurn, turns_of_rank
@@ -50,7 +52,7 @@ def _more(held: Mapping[Kind, int], than: Mapping[Kind, int]) -> dict[Kind, int]
 
 
 def _dot(numbers: Sequence[int], sizes: Sequence[int]) -> int:
-    return sum(number * size for number, size in zip(numbers, sizes, strict=True))
+    return sum(map(mul, numbers, sizes))
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class StageMemory:
         self.plan, self.sizes, self.rank = plan, sizes, rank
         self.stages = stages_of_rank(plan, rank)
         # A rank with the same rows has the same totals and gradients, but for what it receives.
-        self._like, self._parts = alike_rank(plan, rank), parts_of_rank(plan, rank)
+        self._like, self._places = alike_rank(plan, rank), {stage: place for place, stage in enumerate(self.stages)}
         self._totals = replace(totals_of_rank(plan, self._like), receive_buffer_bytes=receive_buffer_bytes(plan, rank))
         pp = plan.layout.size("pp")
         between = range(pp, (passes_of(plan) - 1) * pp)  # the passes without a gradient keep nothing
@@ -164,8 +166,7 @@ class StageMemory:
         turns = turns_of_rank(self.plan if most is None else _shorter(self.plan, most), self.rank)
         found = {}
         for moment, last in (("with most microbatches alive", False), ("the last backward", True)):
-            held = [self.at(turn) for turn in turns if turn.last is last]
-            found[moment] = max(held, key=lambda parts: sum(parts.values()))
+            found[moment] = self._parts_of(max((self._held(turn) for turn in turns if turn.last is last), key=sum))
         return {**found, UPDATE: self.update}
 
     @cached_property
@@ -188,25 +189,32 @@ class StageMemory:
 
     def at(self, turn: HeldTurn) -> Parts:
         """Return what the rank holds at a turn when it holds the most."""
+        return self._parts_of(self._held(turn))
+
+    def _parts_of(self, held: "_Held") -> Parts:
+        return {**self.idle, "gathered": self._totals.gathered_peak_bytes, **held._asdict()}
+
+    def _held(self, turn: HeldTurn) -> "_Held":
+        """Return what of it differs between turns."""
         activations = _dot(turn.alive, self._kept) + _dot(turn.halved, self._halved)
         works = self._forward_works if turn.phase is Phase.FORWARD else self.sizes.works
         logits, head = 0, len(self.plan.stages) - 1
-        if head in self.stages:
-            of_head, alive = self._of_head, turn.alive[self.stages.index(head)]
+        if head in self._places:
+            of_head, place = self._of_head, self._places[head]
+            alive, halved = turn.alive[place], turn.halved[place]
             activations += alive * of_head[Kind.ACTIVATIONS]
-            halved = turn.halved[self.stages.index(head)]
             activations += halved * max(0, of_head[Kind.OUTPUTS] - of_head[Kind.LOGITS])
             # The half for inputs of the head holds the logits beside their gradient, and leaves the gradient.
             logits = (alive + (turn.phase is Phase.INPUT and turn.stage == head)) * of_head[Kind.LOGITS]
         if turn.stage != head:
-            return self._parts_at(turn, activations + works, logits, making=True)
+            return self._held_with(turn, activations + works, logits, making=True)
         # What this microbatch keeps for the loss is there while the loss is computed, before it makes gradients of parameters.
         gone, there = self._of_head, self._loss_works
-        layers = self._parts_at(turn, activations + works - gone[Kind.ACTIVATIONS], logits - gone[Kind.LOGITS], making=True)
-        loss = self._parts_at(turn, activations + there[Kind.ACTIVATIONS], logits + there[Kind.LOGITS], making=False)
-        return max(layers, loss, key=lambda parts: sum(parts.values()))
+        layers = self._held_with(turn, activations + works - gone[Kind.ACTIVATIONS], logits - gone[Kind.LOGITS], making=True)
+        loss = self._held_with(turn, activations + there[Kind.ACTIVATIONS], logits + there[Kind.LOGITS], making=False)
+        return max(layers, loss, key=sum)
 
-    def _parts_at(self, turn: HeldTurn, activations: int, logits: int, *, making: bool) -> Parts:
+    def _held_with(self, turn: HeldTurn, activations: int, logits: int, *, making: bool) -> "_Held":
         """Return what the rank holds at a turn with some activations and logits.
 
         Args:
@@ -216,17 +224,14 @@ class StageMemory:
             making: whether the turn is where it makes gradients of parameters, if it makes some.
         """
         unsharded, shards, reduces = self._gradients(turn, making and turn.phase in (Phase.BACKWARD, Phase.WEIGHT))
-        moments = self.sizes.moments.values() if reduces else [self.sizes.moments[name] for name in (FORWARD, LOSS)]
-        sends = self._totals.receive_buffer_bytes + self._held_sends(turn)
-        return {
-            **self.idle,
-            "gradients": shards,
-            "gathered": self._totals.gathered_peak_bytes,
-            "unsharded_gradients": unsharded,
-            "activations": activations,
-            "logits": logits,
-            "communication": sends + max(held[Kind.COMMUNICATION] for held in moments),
-        }
+        communication = self._totals.receive_buffer_bytes + self._held_sends(turn) + self._communication[reduces]
+        return _Held(shards, unsharded, activations, logits, communication)
+
+    @cached_property
+    def _communication(self) -> tuple[int, int]:
+        """What collectives hold at the most in a turn without a reduction, and in one with it."""
+        moments = {name: held[Kind.COMMUNICATION] for name, held in self.sizes.moments.items()}
+        return max(moments[FORWARD], moments[LOSS]), max(moments.values())
 
     def _held_sends(self, turn: HeldTurn) -> int:
         """Return the bytes of what was sent, is used no more, and waits for the end of the run."""
@@ -252,8 +257,11 @@ class StageMemory:
         return _more(self.sizes.moments[LOSS], self.sizes.noted[AFTER_LOSS])
 
     @cached_property
-    def _gradients_of_parts(self) -> list["_Gradients"]:
-        return [self.plan.once(_gradients_of, stages) for stages in parts_of_rank(self.plan, self._like)]
+    def _gradients_of_parts(self) -> list[tuple["_Gradients", list[int]]]:
+        """The gradients of each model of the rank, and the places of its stages among those of the rank."""
+        parts, like = (parts_of_rank(self.plan, rank) for rank in (self.rank, self._like))
+        gradients = [self.plan.once(_gradients_of, stages) for stages in like]
+        return [(own, [self._places[one] for one in stages]) for own, stages in zip(gradients, parts, strict=True)]
 
     def _gradients(self, turn: HeldTurn, making: bool) -> tuple[int, int, bool]:
         """Return the bytes of unsharded gradients and of shards where a turn makes gradients, or before; and whether they are
@@ -261,25 +269,34 @@ class StageMemory:
         """
         unsharded = shards = 0
         reduces = False
-        for stages, own in zip(self._parts, self._gradients_of_parts, strict=True):
-            over = {stage: turn.over[self.stages.index(stage)] for stage in stages}
+        for own, places in self._gradients_of_parts:
+            over = [turn.over[place] for place in places]
             held = (0, 0)
-            if all(over.values()):
+            if all(over):
                 held = 0, own.shards
-            elif making and turn.stage in stages:
-                last = turn.last and all(over[stage] for stage in stages if stage != turn.stage)
+            elif making and (here := self._places[turn.stage]) in places:
+                last = turn.last and all(turn.over[place] for place in places if place != here)
                 reduces |= last or own.early > 0
                 if last:
                     held = max((own.most, own.early + own.shard_of_unit), (own.of_unit, own.shards), key=sum)
-                elif any(turn.begun[self.stages.index(stage)] for stage in stages):
+                elif any(turn.begun[place] for place in places):
                     held = own.most, own.early
                 else:  # the first gradients come as the activations of the microbatch go
-                    gone = self._kept[self.stages.index(turn.stage)]
-                    held = max(own.of_unit, own.most - gone), own.early
-            elif any(turn.begun[self.stages.index(stage)] for stage in stages):
+                    held = max(own.of_unit, own.most - self._kept[here]), own.early
+            elif any(turn.begun[place] for place in places):
                 held = own.between, own.early
             unsharded, shards = unsharded + held[0], shards + held[1]
         return unsharded, shards, reduces
+
+
+class _Held(NamedTuple):
+    """What a rank holds at a turn, in bytes; see :class:`~meshwright.trace.held.memory.MemoryForecast`."""
+
+    gradients: int
+    unsharded_gradients: int
+    activations: int
+    logits: int
+    communication: int
 
 
 @dataclass(frozen=True)
@@ -307,13 +324,12 @@ def _gradients_of(whole: ShardingPlan, stages: tuple[int, ...]) -> _Gradients:
     """Return the bytes of the gradients of the model that some stages are."""
     plan = rows_on_stages(whole, stages)
     between, early = gradients_between(plan)
-    of_units = [[row for row in plan.rows(unit) if row.trainable] for unit in plan.fsdp_units]
-    shards = [sum(row.bytes_per_rank for row in rows) for rows in of_units]
+    of_units = plan.shared.ways_of_units.values()
     return _Gradients(
-        most=gradient_peak(plan, plan.parameters),
+        most=gradient_peak(plan),
         between=between,
-        of_unit=max((sum(row.reduced_bytes for row in rows) for rows in of_units), default=0),
-        shards=sum(row.bytes_per_rank for row in plan.parameters if row.trainable),
+        of_unit=max((rows.reduced_bytes for rows in of_units), default=0),
+        shards=plan.shared.ways.gradient_bytes,
         early=early,
-        shard_of_unit=max(shards, default=0),
+        shard_of_unit=max((rows.gradient_bytes for rows in of_units), default=0),
     )

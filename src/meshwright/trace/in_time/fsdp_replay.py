@@ -72,7 +72,7 @@ def exposed_share(
     """
     prices = {unit.name: _Prices.of(plan, unit, price) for unit in plan.fsdp_units}
     line = _Line(prices, plan.options.all_reduce_once, recording)
-    groups, microbatches = layer_groups(plan), plan.options.microbatches
+    groups, microbatches = layer_groups(plan.shared), plan.options.microbatches
     order = [(unit, part) for turn in groups.turns for unit, part in _parts(turn, turns)]
     index = 0
     while index < microbatches:

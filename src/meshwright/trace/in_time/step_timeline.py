@@ -206,7 +206,7 @@ def _stages(
         fine = 2 * microbatches * len(own.layers) * plan.layout.size("pp") <= MOST_PIECES
         inside_of = {
             unit.name: stage.turns.waits / len(turn)
-            for turn in layer_groups(stage.turns.plan).turns
+            for turn in layer_groups(stage.turns.plan.shared).turns
             for unit in turn
             if turn[0].name in stage.turns.turns
         }

@@ -156,7 +156,7 @@ def _stored(draft: Draft, shape: tuple[int, ...], dtype: str, kind: str, style: 
         placements.insert(0, ("dp_shard" if layout.size("cp") == 1 and not by_ep else axis, f"Shard({by_fsdp})"))
     if by_ep:
         placements.append(("ep", "Shard(0)"))
-    if layout.size("dp_replicate") > 1:
+    if layout.replicated:
         placements.insert(0, ("dp_replicate", "Replicate()"))
     return _Stored(tuple(placements), tuple(local), gathered, whole[-1])
 

@@ -9,13 +9,14 @@ A *turn* is a layer, together with the units inside it, or a unit outside the la
 root, belongs to no turn: it stays gathered while its layers run.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import Problems, Refusal
 from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import holder_of, inside
+from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.program import Prefetch
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
 
@@ -35,15 +36,19 @@ class LayerGroups:
     turns: tuple[tuple[UnitRow, ...], ...]
 
 
-def layer_groups(plan: ShardingPlan) -> LayerGroups:
+def layer_groups(rows: PlanRows) -> LayerGroups:
     """Group the units of a plan into turns."""
+    return rows.once(_layer_groups)
+
+
+def _layer_groups(rows: PlanRows) -> LayerGroups:
     around: list[UnitRow] = []
     groups: list[list[UnitRow]] = []
     holders = {ROOT}
-    for layer in plan.layers:
+    for layer in rows.layers:
         while (layer := holder_of(layer)) not in holders:
             holders.add(layer)
-    for unit in plan.fsdp_units:  # in model order, parents first
+    for unit in rows.fsdp_units:  # in model order, parents first
         if not unit.forwards:
             continue
         if unit.name in holders:
@@ -61,7 +66,7 @@ def prefetch_targets(plan: ShardingPlan) -> tuple[dict[str, tuple[str, ...]], di
     Units that are not named keep FSDP2's default. In backward that default would prefetch, so every unit is named there. A unit
     that should start no other one is given itself, which is gathered by then.
     """
-    options, parts = plan.options, layer_groups(plan)
+    options, parts = plan.options, layer_groups(plan.shared)
     forward: dict[str, tuple[str, ...]] = {}
     backward: dict[str, tuple[str, ...]] = {}
     if options.prefetch_forward is not None:
@@ -99,35 +104,42 @@ def prefetch_actions(plan: ShardingPlan) -> Iterator[Prefetch]:
         yield Prefetch(name, forward.get(name, ()), backward.get(name, ()))
 
 
-def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
-    """Return the peak bytes of gathered parameters that a rank holds in a forward and backward.
+def gathered_peak(plan: ShardingPlan) -> int:
+    """Return the peak bytes of gathered parameters that a rank holds in a forward and backward."""
+    return plan.shared.once(_gathered_peak, plan.options.prefetch_forward, _ahead_in_backward(plan))
 
-    Args:
-        plan: says what is freed after forward, and what is gathered ahead.
-        gathered: gathered bytes of each unit, by its name.
-    """
-    parts, options = layer_groups(plan), plan.options
+
+def _gathered_peak(rows: PlanRows, before: int | None, behind: int | None) -> int:
+    """Find it; ``before`` and ``behind`` say how many turns ahead units are gathered, in forward and in backward."""
+    parts = layer_groups(rows)
     order = parts.turns
 
-    def ahead(turn: int, step: int, said: int | None) -> list[UnitRow]:
+    def size(units: Iterable[UnitRow]) -> int:
+        return sum(rows.ways_of(unit).gathered_bytes for unit in units)
+
+    def ahead(turn: int, step: int, said: int | None) -> Sequence[UnitRow]:
         # By default FSDP2 gathers one unit ahead: the outer unit of a turn, not those inside it.
         if said is None:
-            return list(order[turn + step][:1]) if 0 <= turn + step < len(order) else []
+            return order[turn + step][:1] if 0 <= turn + step < len(order) else ()
         nearest = order[turn + 1 : turn + 1 + said] if step > 0 else order[max(0, turn - said) : turn]
         return [unit for other in nearest for unit in other]
 
-    def held(units: Iterable[UnitRow]) -> int:
-        return sum(gathered[name] for name in {unit.name for unit in units})
-
+    # In forward, what stays gathered of earlier turns is held, too. In backward it still is, and so are the deferred units of
+    # later turns.
     deferred = [unit for turn in order for unit in turn if unit.sync is SyncPolicy.DEFER]
-    stayed: list[UnitRow] = []  # units of earlier turns that stay gathered after forward
+    stayed, kept = set[UnitRow](), set(deferred)
+    stayed_bytes, kept_bytes = 0, size(deferred)
     peak = 0
     for index, turn in enumerate(order):
-        # In forward, `stayed` is gathered too. In backward it still is, and so are the deferred units of later turns.
-        peak = max(peak, held([*stayed, *turn, *ahead(index, 1, options.prefetch_forward)]))
-        peak = max(peak, held([*deferred, *stayed, *turn, *ahead(index, -1, _ahead_in_backward(plan))]))
-        stayed += [unit for unit in turn if unit.sync is SyncPolicy.DEFER or not unit.reshard_after_forward]
-    return sum(gathered[unit.name] for unit in parts.around) + peak
+        peak = max(peak, stayed_bytes + size({*turn, *ahead(index, 1, before)} - stayed))
+        peak = max(peak, kept_bytes + size({*turn, *ahead(index, -1, behind)} - kept))
+        for unit in turn:
+            if unit.sync is SyncPolicy.DEFER or not unit.reshard_after_forward:
+                stayed_bytes += size([unit])
+                kept_bytes += size({unit} - kept)
+                stayed.add(unit)
+                kept.add(unit)
+    return size(parts.around) + peak
 
 
 def check_prefetch(draft: Draft) -> Found[None]:
@@ -135,7 +147,7 @@ def check_prefetch(draft: Draft) -> Found[None]:
     options, layout, problems = draft.options, draft.layout, Problems()
     chosen = {"prefetch_forward": options.prefetch_forward, "prefetch_backward": options.prefetch_backward}
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    if layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1:
+    if layout.size("dp_shard_cp") == 1 and layout.replicated:
         problems += [
             Refusal("fsdp.prefetch", f"{name}={value}: with dp_shard=1 and replicas nothing is gathered; leave it out")
             for name, value in chosen.items()

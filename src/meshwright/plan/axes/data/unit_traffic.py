@@ -1,11 +1,12 @@
 """What data parallel costs: the collectives and bytes of each unit, and the gradients that wait to be reduced."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.given.closed_choices import SyncPolicy
-from meshwright.plan.result.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
+from meshwright.plan.result.plan_rows import PlanRows
+from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow, shard_axis
 
 __all__ = ["UnitTraffic", "gradient_peak", "gradients_between", "unit_bytes", "unit_traffic", "unshards", "use_traffic"]
 
@@ -83,75 +84,88 @@ def use_traffic(plan: ShardingPlan) -> UnitTraffic:
     return UnitTraffic(all_reduces=1, all_reduce_bytes=8 * (trainable + 2))
 
 
-def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
+def gradient_peak(plan: ShardingPlan) -> int:
     """Return the peak bytes of unsharded gradients that are computed and not reduced yet.
 
     It is what waits through all of backward, and the largest of what exists for a moment on top of it.
     """
-    trained = [row for row in rows if row.trainable]
-    parts = layer_groups(plan)
+    return plan.shared.once(_gradient_peak, plan.options.microbatches > 1)
+
+
+def _gradient_peak(rows: PlanRows, several: bool) -> int:
+    parts = layer_groups(rows)
     holders = {unit.name for unit in parts.around}
-    units = {unit.name: unit for unit in plan.fsdp_units}
-    twins = {unit.twin_of for unit in plan.units if unit.twin_of}
-    first_layer = next((index for index, row in enumerate(trained) if units[row.unit].kind == "layer"), 0)
+    units = {unit.name: unit for unit in rows.fsdp_units}
+    twins = {unit.twin_of for unit in rows.units if unit.twin_of}
+    before = _before_layers(rows, units)
+    # Computed in several parts: the sum, the next part and their new sum exist at once.
+    tied = (row for row in rows.parameters if row.aliases and row.trainable and row.unit not in twins)
+    doubled = max((2 * row.gathered_bytes for row in tied), default=0)
     waiting = 0  # held through all of backward
     last = 0  # computed after all others, and reduced together with `waiting`
-    doubled = 0  # computed in several parts: the sum, the next part and their new sum exist at once
     written: dict[str, int] = {}  # by unit, for units that reduce right after their own backward
-    copies = {name: [(unit.name, _accumulates(plan, unit)) for unit in gathering] for name, gathering in _copies(plan).items()}
-    shared = {name for name, unit in units.items() if len(plan.parts(unit)) > 1}
-    for index, row in enumerate(trained):
-        if row.aliases and row.unit not in twins:
-            doubled = max(doubled, 2 * row.gathered_bytes)
-        for name, accumulated in copies.get(row.unit, ()):
-            waiting += row.reduced_bytes if accumulated else 0  # in the dtype of reduction
-            if row.unit in shared:  # one gradient, which is complete after both passes
-                waiting += row.gathered_bytes
-            elif accumulated and row.reduced_bytes == row.gathered_bytes:  # added to those of earlier microbatches at once
-                doubled = max(doubled, row.gathered_bytes)
-            elif row.unit not in holders:
-                written[name] = written.get(name, 0) + row.gathered_bytes
-            elif index < first_layer and not row.aliases:
-                last += row.gathered_bytes
-            else:  # reduced at the end of backward
-                waiting += row.gathered_bytes
+    for name, copies in _copies(rows).items():
+        in_holder, shared = name in holders, len(rows.parts(units[name])) > 1
+        own = [(row, 1) for row in rows.rows(units[name])] if in_holder else rows.ways_of(units[name])
+        trained = [(row, number) for row, number in own if row.trainable]
+        for unit in copies:
+            accumulated = _accumulates(unit, several)
+            for row, number in trained:
+                gathered = number * row.gathered_bytes
+                waiting += number * row.reduced_bytes if accumulated else 0  # in the dtype of reduction
+                if shared:  # one gradient, which is complete after both passes
+                    waiting += gathered
+                elif accumulated and row.reduced_bytes == row.gathered_bytes:  # added to those of earlier microbatches at once
+                    doubled = max(doubled, row.gathered_bytes)
+                elif not in_holder:
+                    written[unit.name] = written.get(unit.name, 0) + gathered
+                elif row.name in before and not row.aliases:
+                    last += gathered
+                else:  # reduced at the end of backward
+                    waiting += gathered
     largest_group = max((sum(written.get(unit.name, 0) for unit in turn) for turn in parts.turns), default=0)
     return waiting + max(last, doubled, largest_group)
 
 
+def _before_layers(rows: PlanRows, units: Mapping[str, UnitRow]) -> set[str]:
+    """Return the names of the parameters before the first trained one of a layer; none if no layer has one."""
+    before: set[str] = set()
+    for row in rows.parameters:
+        if row.trainable and units[row.unit].kind == "layer":
+            return before
+        before.add(row.name)
+    return set()
+
+
 def gradients_between(plan: ShardingPlan) -> tuple[int, int]:
     """Return the bytes of gradients that a rank holds between two microbatches: unsharded ones, and shards."""
-    copies, unsharded, shards = _copies(plan), 0, 0
-    for row in plan.parameters:
-        if row.trainable:
-            accumulating = [_accumulates(plan, unit) for unit in copies.get(row.unit, ())]
-            unsharded += sum(accumulating) * row.reduced_bytes
-            shards += 0 if all(accumulating) else row.bytes_per_rank
+    return plan.shared.once(_gradients_between, plan.options.microbatches > 1)
+
+
+def _gradients_between(rows: PlanRows, several: bool) -> tuple[int, int]:
+    copies, unsharded, shards = _copies(rows), 0, 0
+    for name, own in rows.ways_of_units.items():
+        accumulating = [_accumulates(unit, several) for unit in copies.get(name, ())]
+        unsharded += sum(accumulating) * own.reduced_bytes
+        shards += 0 if all(accumulating) else own.gradient_bytes
     return unsharded, shards
 
 
-def _copies(plan: ShardingPlan) -> dict[str, list[UnitRow]]:
+def _copies(rows: PlanRows) -> dict[str, list[UnitRow]]:
     """Return the units that gather the parameters of each unit: itself, and the second of twins."""
     copies: dict[str, list[UnitRow]] = {}
-    for unit in plan.fsdp_units:
+    for unit in rows.fsdp_units:
         if unit.forwards:
             copies.setdefault(unit.twin_of or unit.name, []).append(unit)
     return copies
 
 
-def _accumulates(plan: ShardingPlan, unit: UnitRow) -> bool:
-    """Return whether the gradients of a unit stay unsharded from one microbatch to the next."""
-    return plan.options.microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH
+def _accumulates(unit: UnitRow, several: bool) -> bool:
+    """Return whether the gradients of a unit stay unsharded from one microbatch to the next, if there are several."""
+    return several and unit.sync is not SyncPolicy.REDUCE_EACH
 
 
 def unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:
     """Return the gathered and the reduced bytes of a unit."""
-    return plan.once(_unit_bytes, unit)
-
-
-def _unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:
-    gathered = reduced = 0
-    for row in plan.rows(unit):
-        gathered += row.gathered_bytes
-        reduced += row.reduced_bytes
-    return gathered, reduced
+    rows = plan.shared.ways_of(unit)
+    return rows.gathered_bytes, rows.reduced_bytes

@@ -50,7 +50,7 @@ def _problems_of_passes(draft: Draft, policies: Mapping[str, SyncPolicy]) -> Ite
     """Yield a problem where a stage has several backwards in a microbatch, and units gather or reduce in each of them."""
     cut, layout = draft.stages.cut, draft.layout
     waiting = [name for name, policy in policies.items() if policy is not SyncPolicy.DEFER]
-    if cut is not None and cut.passes > 1 and waiting and max(layout.size("dp_shard_cp"), layout.size("dp_replicate")) > 1:
+    if cut is not None and cut.passes > 1 and waiting and (layout.size("dp_shard_cp") > 1 or layout.replicated):
         yield Refusal(
             "pp.twice",
             f"pp={layout.size('pp')}: unit {waiting[0] or '(root)'!r} has sync={policies[waiting[0]]}, and each of "

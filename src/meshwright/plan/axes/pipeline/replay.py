@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from meshwright.plan.axes.pipeline.schedule_turns import Phase, ScheduledOp, awaited, order_of
 from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, first_trained, passes_of
@@ -28,7 +29,7 @@ class Replay:
 
     Attributes:
         turns: for each rank of `pp`, its turns in order.
-        times: when each of them begins and ends.
+        times: rank, begin and end of all turns; those of a rank are in order.
         length: duration of the run, in forwards through the whole model.
         idle: for each rank, the share of the run in which it computes nothing.
         alive: for each rank, the most microbatches whose activations it holds at once, as if each went through all of its
@@ -36,7 +37,7 @@ class Replay:
     """
 
     turns: Sequence[Sequence[ScheduledOp]]
-    times: tuple[tuple[tuple[float, float], ...], ...]
+    times: Sequence[tuple[int, float, float]]
     length: float
     idle: tuple[float, ...]
     alive: tuple[float, ...]
@@ -44,10 +45,10 @@ class Replay:
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """For each rank of `pp`, its turns in time."""
-        return tuple(
-            tuple(Span(turn, begin, end) for turn, (begin, end) in zip(turns, times, strict=True))
-            for turns, times in zip(self.turns, self.times, strict=True)
-        )
+        left, found = [iter(turns) for turns in self.turns], [list[Span]() for _ in self.turns]
+        for rank, begin, end in self.times:
+            found[rank].append(Span(next(left[rank]), begin, end))
+        return tuple(map(tuple, found))
 
     @property
     def bubble(self) -> float:
@@ -55,20 +56,17 @@ class Replay:
         return sum(self.idle) / len(self.idle)
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """A turn, in an order in which each comes after all that it waits for.
 
     Attributes:
         rank: whose turn it is.
         kind: number of its phase and stage, in order of their first turn.
-        own: numbers of the steps of the same rank that it waits for.
-        sent: numbers of those of other ranks.
+        sent: numbers of the steps of other ranks that it waits for. Those of its own rank are over before it, as the order is.
     """
 
     rank: int
     kind: int
-    own: tuple[int, ...]
     sent: tuple[int, ...]
 
 
@@ -109,15 +107,12 @@ class _Walk:
                     before = awaited(turn, last)
                     if any(other not in done for other in before):
                         break
-                    own, sent = (
-                        tuple(done[other] for other in before if (rank_of[other.stage] == rank) is here)
-                        for here in (True, False)
-                    )
+                    sent = tuple(done[other] for other in before if rank_of[other.stage] != rank)
                     # What follows waits for a gradient of inputs, whether or not those of weights are made with it.
                     made = ScheduledOp(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
                     done[made] = len(steps)
                     kind, _ = kinds.setdefault((turn.phase, turn.stage), (len(kinds), turn))
-                    steps.append(_Step(rank, kind, own, sent))
+                    steps.append(_Step(rank, kind, sent))
                     next_of[rank] += 1
                     moved = True
         if len(steps) < sum(map(len, order)):
@@ -128,20 +123,23 @@ class _Walk:
     def run(self, cost: Callable[[ScheduledOp], float], message: float, *, asked_late: bool) -> Replay:
         """Run it; see :func:`replay`."""
         costs = [cost(turn) for turn in self.kinds]
-        free_at = [0.0] * len(self.order)
-        times: list[list[tuple[float, float]]] = [[] for _ in self.order]
+        free_at, busy = [0.0] * len(self.order), [0.0] * len(self.order)
+        times: list[tuple[int, float, float]] = []
         ends: list[float] = []
-        for step in self.steps:
-            free = begin = max([free_at[step.rank], *(ends[number] for number in (*step.own, *step.sent))])
-            if step.sent:
-                begin = free + message if asked_late else max(free, *(ends[number] + message for number in step.sent))
-            end = begin + costs[step.kind]
+        for rank, kind, sent in self.steps:
+            begin = free_at[rank]
+            if sent and asked_late:
+                begin = max(begin, *[ends[number] for number in sent]) + message
+            else:
+                for number in sent:
+                    if (there := ends[number] + message) > begin:
+                        begin = there
+            end = free_at[rank] = begin + costs[kind]
+            busy[rank] += costs[kind]
             ends.append(end)
-            free_at[step.rank] = end
-            times[step.rank].append((begin, end))
+            times.append((rank, begin, end))
         length = max(free_at)
-        idle = (1 - sum(end - begin for begin, end in own) / length for own in times)
-        return Replay(self.order, tuple(map(tuple, times)), length, tuple(idle), self.alive)
+        return Replay(self.order, times, length, tuple(1 - own / length for own in busy), self.alive)
 
 
 @cache

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from meshwright.errors import Problems, coded, number_of
+from meshwright.once import once_for_each
 from meshwright.plan.axes.pipeline.carried_slices import carried_on_slices
 from meshwright.plan.axes.pipeline.schedule_checks import halving_problems, schedule_problems
 from meshwright.plan.axes.pipeline.where_to_cut import costs_of_layers, least_cuts
@@ -19,6 +20,7 @@ from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.given.cut_points import StageFacts, entering_shape
 from meshwright.plan.given.names import nearest, within
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.program import Cut
 from meshwright.plan.result.rows import StageRow
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
@@ -29,6 +31,7 @@ __all__ = [
     "crossing_shape",
     "elsewhere",
     "first_trained",
+    "own_stages",
     "parts_of_rank",
     "passes_of",
     "pipeline_counts",
@@ -190,6 +193,10 @@ def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
 
 def crossing_bytes(plan: ShardingPlan, stage: int) -> int:
     """Return the bytes that enter a stage, in a microbatch of ``options.tokens`` tokens."""
+    return plan.once(_crossing_bytes, stage)
+
+
+def _crossing_bytes(plan: ShardingPlan, stage: int) -> int:
     tokens, pp = (plan.options.tokens or 0) * plan.layout.size("cp"), plan.layout.size("pp")
     cut = plan.cut
     assert cut is not None
@@ -205,18 +212,29 @@ def crossing_dtype(plan: ShardingPlan) -> str:
     return plan.options.param_dtype or next(row.dtype for row in plan.parameters)
 
 
-def elsewhere(plan: ShardingPlan, stages: Collection[int]) -> tuple[str, ...]:
+def elsewhere(plan: ShardingPlan | PlanRows, stages: Collection[int]) -> tuple[str, ...]:
     """Return the names of the layers, and of the modules before and after them, that some stages do not run."""
-    cut = plan.cut
-    if cut is None:
-        return ()
-    last = len(plan.stages) - 1
-    names = [layer for row in plan.stages if row.index not in stages for layer in row.layers]
-    names += [name for name in (*(module for module, *_ in cut.leading), *cut.idle) if 0 not in stages]
-    return (*names, *(cut.trailing if last not in stages else ()))
+    there = frozenset(stages)
+    return tuple(name for name, own in own_stages(plan).items() if not own <= there)
 
 
-def first_trained(plan: ShardingPlan) -> int:
+def own_stages(plan: ShardingPlan | PlanRows) -> dict[str, frozenset[int]]:
+    """Return the stages that run each layer, and each module before and after layers; empty if there are no stages."""
+    return {} if plan.cut is None else _own_stages(plan.stages, plan.cut)
+
+
+@once_for_each
+def _own_stages(stages: tuple[StageRow, ...], cut: Cut) -> dict[str, frozenset[int]]:
+    found: dict[str, frozenset[int]] = {}
+    pairs = [(layer, row.index) for row in stages for layer in row.layers]
+    pairs += [(name, 0) for name in (*(module for module, *_ in cut.leading), *cut.idle)]
+    pairs += [(name, len(stages) - 1) for name in cut.trailing]
+    for name, stage in pairs:
+        found[name] = found.get(name, frozenset()) | {stage}
+    return found
+
+
+def first_trained(plan: ShardingPlan | PlanRows) -> int:
     """Return the first stage with a trained parameter; the number of stages if there is none."""
     return plan.first_trained_stage
 
@@ -269,7 +287,7 @@ def parts_of_rank(plan: ShardingPlan, rank: int) -> tuple[tuple[int, ...], ...]:
     return (own,) if passes_of(plan) > 1 else tuple((stage,) for stage in own)
 
 
-def stages_of_rank(plan: ShardingPlan, rank: int) -> tuple[int, ...]:
+def stages_of_rank(plan: ShardingPlan | PlanRows, rank: int) -> tuple[int, ...]:
     """Return the stages of a rank of `pp`; without a pipeline, the one that is the whole model."""
     return tuple(row.index for row in plan.stages if row.rank == rank) or (0,)
 

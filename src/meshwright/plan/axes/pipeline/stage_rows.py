@@ -1,25 +1,29 @@
 """The part of a plan that some stages have: its rows, and its program."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from meshwright.once import once_for_each
 from meshwright.plan.axes.data.prefetch import prefetch_actions
 from meshwright.plan.axes.data.units import gathered_in_backward
-from meshwright.plan.axes.pipeline.stage_plan import elsewhere, first_trained
-from meshwright.plan.given.names import holders_of, nearest
+from meshwright.plan.axes.pipeline.stage_plan import elsewhere, first_trained, own_stages
+from meshwright.plan.given.names import holder_of, nearest
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.program import Action, Cut, Freeze, JoinTwins, Pack, PartTwins, Prefetch, Slice, Wrap
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
 
 __all__ = ["on_stages", "rows_on_stages"]
 
+T = TypeVar("T")
 
-def _gathered_in_backward(plan: ShardingPlan, stage: int, units: Sequence[UnitRow]) -> Collection[str]:
+
+def _gathered_in_backward(plan: PlanRows, stage: int, units: Sequence[UnitRow]) -> Collection[str]:
     """Return the units of a stage whose parameters its backward needs. Stages without one before them begin as a model does."""
     if (first := first_trained(plan)) != stage:
         return {unit.name for unit in units} if first < stage else ()
-    rows = [row for row in plan.parameters if stage in row.stages]
+    rows = [plan.parameters[place] for place in plan.once(_places_of_parameters).get(stage, ())]
     return gathered_in_backward([unit.name for unit in units], rows, implicit=False)
 
 
@@ -34,18 +38,38 @@ def rows_on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
 
 
 def _rows_of_stages(plan: ShardingPlan, stages: tuple[int, ...]) -> ShardingPlan:
-    needed, there = plan.once(_needed_stages), frozenset(stages)
+    rows = plan.shared.once(_part, stages)
+    part = replace(
+        plan,
+        options=plan.options if len(plan.stages) - 1 in stages else plan.once(_options_without_loss),
+        layers=rows.layers,
+        parameters=rows.parameters,
+        units=rows.units,
+        tensor_parallel=rows.tensor_parallel,
+        experts=rows.experts,
+        attentions=rows.attentions,
+        mixers=rows.mixers,
+        program=(),
+    )
+    vars(part)["shared"] = rows  # what was found of them before, too
+    return part
 
-    def here(module: str) -> bool:
-        return needed[module] <= there
 
-    held = plan.once(_parameters_of_stages)
-    places = sorted({place for stage in stages for place in held.get(stage, ())})
-    parameters = tuple(plan.parameters[place] for place in places)
+def _part(rows: PlanRows, stages: tuple[int, ...]) -> PlanRows:
+    """Return the rows that some stages have."""
+    there, needed = frozenset(stages), _needed_stages(own_stages(rows))
+
+    def here(modules: Sequence[Any]) -> Any:
+        """Return the rows of the modules that these stages have."""
+        return tuple(_rows_there(modules, _places_of_modules(modules, needed), there))
+
+    held = rows.once(_places_of_parameters)
+    parameters = tuple(_rows_there(rows.parameters, {frozenset((stage,)): held.get(stage, ()) for stage in stages}, there))
     names = {name for row in parameters for name in (row.name, *row.aliases)}
-    own = [unit for unit in plan.units if unit.name == ROOT or here(unit.name) or not names.isdisjoint(unit.parameters)]
-    in_backward = {name for stage in stages for name in _gathered_in_backward(plan, stage, own)}
-    inner = len(plan.stages) - 1 not in stages  # its outputs are hidden states, and not those of the model
+    inside = {unit.name for unit in here(rows.units)}
+    own = [unit for unit in rows.units if unit.name in inside or unit.name == ROOT or not names.isdisjoint(unit.parameters)]
+    in_backward = {name for stage in stages for name in _gathered_in_backward(rows, stage, own)}
+    inner = len(rows.stages) - 1 not in stages  # its outputs are hidden states, and not those of the model
 
     def on_stage(unit: UnitRow) -> UnitRow:
         values: dict[str, Any] = {
@@ -56,17 +80,16 @@ def _rows_of_stages(plan: ShardingPlan, stages: tuple[int, ...]) -> ShardingPlan
         others = {name: value for name, value in values.items() if getattr(unit, name) != value}
         return replace(unit, **others) if others else unit
 
-    return replace(
-        plan,
-        options=plan.once(_options_without_loss) if inner else plan.options,
-        layers=tuple(name for name in plan.layers if here(name)),
+    return PlanRows(
+        layers=here(rows.layers),
         parameters=parameters,
         units=tuple(map(on_stage, own)),
-        tensor_parallel=tuple(row for row in plan.tensor_parallel if here(row.module)),
-        experts=tuple(row for row in plan.experts if here(row.module)),
-        attentions=tuple(row for row in plan.attentions if here(row.module)),
-        mixers=tuple(row for row in plan.mixers if here(row.module)),
-        program=(),
+        tensor_parallel=here(rows.tensor_parallel),
+        experts=here(rows.experts),
+        attentions=here(rows.attentions),
+        mixers=here(rows.mixers),
+        stages=rows.stages,
+        cut=None,
     )
 
 
@@ -74,23 +97,46 @@ def _options_without_loss(plan: ShardingPlan) -> ParallelOptions:
     return replace(plan.options, objective_gathers=0, objective_reductions=0, objective_sums=0)
 
 
-def _needed_stages(plan: ShardingPlan) -> dict[str, frozenset[int]]:
-    """Return for each module with a row the stages that a part of the plan must have to have it too."""
-    own: dict[str, set[int]] = {}
-    for stage in range(len(plan.stages)):
-        for name in elsewhere(plan, [other for other in range(len(plan.stages)) if other != stage]):
-            own.setdefault(name, set()).add(stage)
-    rows: list[Any] = [*plan.tensor_parallel, *plan.experts, *plan.attentions, *plan.mixers]
-    modules = dict.fromkeys((*(unit.name for unit in plan.units), *plan.layers, *(row.module for row in rows)))
-    around = {module: [own[name] for name in (module, *holders_of(module)) if name in own] for module in modules}
-    return {module: frozenset[int]().union(*stages) for module, stages in around.items()}
+def _rows_there(rows: Sequence[T], places: Mapping[frozenset[int], Sequence[int]], stages: frozenset[int]) -> list[T]:
+    """Return, in their order, the rows of which some stages have all stages that they need; ``places`` are those of all."""
+    found = {place for needed, own in places.items() if needed <= stages for place in own}
+    return [rows[place] for place in sorted(found)]
 
 
-def _parameters_of_stages(plan: ShardingPlan) -> dict[int, list[int]]:
+class _NeededStages(dict[str, frozenset[int]]):
+    """For each module, the stages that a part of a plan must have to have it too: its own, and those of what is around it."""
+
+    def __init__(self, own: Mapping[str, frozenset[int]]) -> None:
+        super().__init__({"": frozenset()})
+        self.own = own
+
+    def __missing__(self, module: str) -> frozenset[int]:
+        around = self[holder_of(module)]
+        own = self.own.get(module)
+        self[module] = found = around if own is None else own | around
+        return found
+
+
+@once_for_each
+def _needed_stages(own: dict[str, frozenset[int]]) -> _NeededStages:
+    return _NeededStages(own)
+
+
+@once_for_each
+def _places_of_modules(rows: Sequence[Any], needed: _NeededStages) -> dict[frozenset[int], list[int]]:
+    """Return the places of the rows of modules, or of their names, by the stages that they need."""
+    places: dict[frozenset[int], list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(needed[row if isinstance(row, str) else row.name], []).append(place)
+    return places
+
+
+def _places_of_parameters(plan: PlanRows) -> dict[int, list[int]]:
     """Return the places of the rows of the parameters that each stage has."""
     places: dict[int, list[int]] = {}
     for place, row in enumerate(plan.parameters):
-        for stage in row.stages:
+        places.setdefault(row.stage, []).append(place)
+        for stage in row.copies:
             places.setdefault(stage, []).append(place)
     return places
 

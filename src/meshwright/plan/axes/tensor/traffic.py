@@ -9,6 +9,8 @@ from typing import NamedTuple
 from meshwright.once import once_for_each
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import NORM
+from meshwright.plan.result.plan_rows import PlanRows
+from meshwright.plan.result.rows import LossRow
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow, itemsize
 
 __all__ = ["MOVED", "tensor_parallel_bytes", "tensor_parallel_counts"]
@@ -42,7 +44,7 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     collectives, recomputation has more.
     """
     counts: Counter[str] = Counter()
-    for row, _, (forwards, backwards), chunks, rows in plan.once(_alike):
+    for row, _, (forwards, backwards), chunks, rows in plan.shared.once(_alike, plan.loss):
         of_row: Counter[str] = Counter()
         # Two tensors enter experts: the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
@@ -67,7 +69,7 @@ def tensor_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> Coun
     """
     options, tp = plan.options, plan.layout.size("tp")
     sizes: Counter[str] = Counter()
-    for row, summed, runs, chunks, rows in plan.once(_alike):
+    for row, summed, runs, chunks, rows in plan.shared.once(_alike, plan.loss):
         of_row: Counter[str] = Counter()
         enters, leaves = row.features
         weights = options.experts_of_token or 0 if row.style == "moe_tp_experts" else 0
@@ -109,25 +111,25 @@ class _Alike(NamedTuple):
     rows: int
 
 
-def _alike(plan: ShardingPlan) -> list[_Alike]:
+def _alike(rows: PlanRows, loss: LossRow | None) -> list[_Alike]:
     """Return the modules that compute with slices or have a move, each kind once."""
-    kinds = _by_kind(plan.tensor_parallel)
+    kinds = _by_kind(rows.tensor_parallel)
     elements: dict[str, int] = {}
     if any(row.sums for row, _ in kinds):
-        elements = {name: row.numel for row in plan.parameters for name in (row.name, *row.aliases)}
-    of_units = {(unit.forwards * unit.places, unit.places) for unit in plan.units}
+        elements = {name: row.numel for row in rows.parameters for name in (row.name, *row.aliases)}
+    of_units = {(unit.forwards * unit.places, unit.places) for unit in rows.units}
     same = next(iter(of_units)) if len(of_units) == 1 else None
     alike: list[_Alike] = []
     for row, modules in kinds:
-        chunked = plan.loss is not None and plan.loss.module in modules
+        chunked = loss is not None and loss.module in modules
         if same is not None and not row.sums and not chunked:
             alike.append(_Alike(row, (), same, 1, len(modules)))
             continue
         ones = Counter(
             (
                 tuple([elements.get(f"{module}.{name}", 0) for name in row.sums]),
-                same or plan.runs(module),
-                plan.loss.chunks if chunked and plan.loss is not None and plan.loss.module == module else 1,
+                same or rows.runs(module),
+                loss.chunks if chunked and loss is not None and loss.module == module else 1,
             )
             for module in modules
         )

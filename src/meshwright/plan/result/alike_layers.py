@@ -1,0 +1,114 @@
+"""Layers of a plan of which rows say the same, but for names: what is found of one of them holds for the others."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from operator import attrgetter
+
+from meshwright.plan.given.names import nearest
+from meshwright.plan.result.plan_rows import PlanRows
+from meshwright.plan.result.rows import ParameterRow, UnitRow
+
+__all__ = ["AlikeLayers", "LayerRows", "Places", "alike_layers", "places_in"]
+
+_OF_UNIT = attrgetter(*(item.name for item in fields(UnitRow) if item.name not in ("name", "parameters")))
+"""What the row of a unit says beside names."""
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """The rows of a layer, each with what its name has behind that of the layer.
+
+    Attributes:
+        parameters: those inside of it.
+        units: its own, and those inside of it.
+    """
+
+    parameters: Sequence[tuple[str, ParameterRow]]
+    units: Sequence[tuple[str, UnitRow]]
+
+
+@dataclass(frozen=True)
+class AlikeLayers:
+    """The layers of a plan by kind: those of a kind store, update, gather, compute and reduce the same.
+
+    Attributes:
+        kinds: the kind of each layer, a number; kinds are in order of their first layer.
+        examples: the rows of the first layer of each kind.
+        parameters_outside: the rows of parameters that are in no layer.
+        units_outside: the rows of units that are in no layer.
+    """
+
+    kinds: Sequence[int]
+    examples: Sequence[LayerRows]
+    parameters_outside: Sequence[ParameterRow]
+    units_outside: Sequence[UnitRow]
+
+
+def alike_layers(rows: PlanRows) -> AlikeLayers:
+    """Return the kinds of the layers of a plan."""
+    return rows.once(_alike_layers)
+
+
+def _alike_layers(rows: PlanRows) -> AlikeLayers:
+    places = places_in(rows.layers)
+    says: dict[str, list[Hashable]] = {layer: [] for layer in rows.layers}
+    rows_in: dict[str, list[tuple[str, ParameterRow]]] = {layer: [] for layer in ("", *rows.layers)}
+    units_in: dict[str, list[tuple[str, UnitRow]]] = {layer: [] for layer in rows_in}
+    for name, held in rows.rows_of_units.items():
+        around, rest_of_unit = places[name]
+        for layer, rests, own in _by_layer(held, places):
+            rows_in[layer] += zip(rests, own, strict=True)
+            if layer:
+                says[layer].append((rest_of_unit if around == layer else name, rests, tuple([row.way for row in own])))
+    for unit in rows.units:
+        layer, rest = places[unit.name]
+        units_in[layer].append((rest, unit))
+        if layer:
+            says[layer].append((rest, _OF_UNIT(unit)))
+    first: dict[Hashable, str] = {}
+    firsts = [first.setdefault(tuple(says[layer]), layer) for layer in rows.layers]
+    numbers = {layer: number for number, layer in enumerate(first.values())}
+    return AlikeLayers(
+        [numbers[layer] for layer in firsts],
+        [LayerRows(rows_in[layer], units_in[layer]) for layer in numbers],
+        [row for _, row in rows_in[""]],
+        [unit for _, unit in units_in[""]],
+    )
+
+
+def _by_layer(rows: Sequence[ParameterRow], places: "Places") -> Iterable[tuple[str, tuple[str, ...], Sequence[ParameterRow]]]:
+    """Return the rows of a unit by layer: the layer, the rests of their names, and themselves."""
+    if together := places.of_all(tuple([row.name for row in rows])):
+        return [(*together, rows)]
+    found: dict[str, list[ParameterRow]] = {}
+    for row in rows:
+        found.setdefault(places[row.name][0], []).append(row)
+    return [(layer, tuple([places[row.name][1] for row in own]), own) for layer, own in found.items()]
+
+
+class Places(dict[str, tuple[str, str]]):
+    """The layer that a module or a parameter is or is in, and the rest of its name; the layer is empty if there is none."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        super().__init__()
+        self.layers = frozenset(layers)
+        self._of_all: dict[tuple[str, ...], tuple[str, tuple[str, ...]] | None] = {}
+
+    def __missing__(self, name: str) -> tuple[str, str]:
+        layer = name if name in self.layers else nearest(name, self.layers)
+        self[name] = found = layer, name[len(layer) :]
+        return found
+
+    def of_all(self, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
+        """Return the layer of some names, and their rests; ``None``: they are of several."""
+        if names not in self._of_all:
+            layers, rests = zip(*(self[name] for name in names), strict=True)
+            self._of_all[names] = (layers[0], rests) if len({*layers}) == 1 else None
+        return self._of_all[names]
+
+
+@lru_cache(maxsize=64)
+def places_in(layers: tuple[str, ...]) -> Places:
+    """Return the places of names. Plans of a model have the same names, and there are many plans of one in a search."""
+    return Places(layers)

@@ -1,0 +1,131 @@
+"""The rows of a plan, and what they alone say, whatever the sizes of the layout and the options are."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshwright.once import Once, once_for_each
+from meshwright.plan.given.names import nearest
+from meshwright.plan.result.program import Cut
+from meshwright.plan.result.rows import (
+    AttentionRow,
+    ExpertsRow,
+    ParameterRow,
+    RowsByWay,
+    StageRow,
+    TensorParallelRow,
+    UnitRow,
+)
+
+__all__ = ["PlanRows", "rows_of_plans"]
+
+_NO_ROWS = RowsByWay(())
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRows(Once):
+    """Rows of a plan. Plans share one if their rows are the same objects, as those of many candidates of a search are.
+
+    Attributes:
+        layers: see :class:`~meshwright.plan.result.sharding_plan.ShardingPlan`, as for those that follow.
+        parameters: see there.
+        units: see there.
+        tensor_parallel: see there.
+        experts: see there.
+        attentions: see there.
+        mixers: see there.
+        stages: see there.
+        cut: the action that makes the stages; ``None``: there are none, or the plan is a part for prices.
+    """
+
+    layers: tuple[str, ...]
+    parameters: tuple[ParameterRow, ...]
+    units: tuple[UnitRow, ...]
+    tensor_parallel: tuple[TensorParallelRow, ...]
+    experts: tuple[ExpertsRow, ...]
+    attentions: tuple[AttentionRow, ...]
+    mixers: tuple[Any, ...]
+    stages: tuple[StageRow, ...]
+    cut: Cut | None
+
+    @cached_property
+    def fsdp_units(self) -> tuple[UnitRow, ...]:
+        """The rows of modules that are FSDP units."""
+        return tuple(unit for unit in self.units if not unit.part_of)
+
+    @cached_property
+    def units_by_name(self) -> dict[str, UnitRow]:
+        """The rows of units by name."""
+        return {unit.name: unit for unit in self.units}
+
+    @cached_property
+    def sliced_modules(self) -> dict[str, TensorParallelRow]:
+        """The rows of modules that compute with slices or have a move, by module."""
+        return {row.module: row for row in self.tensor_parallel}
+
+    @cached_property
+    def rows_of_units(self) -> dict[str, list[ParameterRow]]:
+        """The rows of the parameters of each unit that has some, by its name."""
+        rows: dict[str, list[ParameterRow]] = {}
+        for row in self.parameters:
+            rows.setdefault(row.unit, []).append(row)
+        return rows
+
+    @cached_property
+    def ways(self) -> RowsByWay:
+        """The rows of all parameters, by the way in which they are stored and updated."""
+        return RowsByWay(self.parameters)
+
+    @cached_property
+    def ways_of_units(self) -> dict[str, RowsByWay]:
+        """The same for each unit that has parameters, by its name. Units of the same ways in the same order share theirs."""
+        alike: dict[tuple[object, ...], RowsByWay] = {}
+        found = {}
+        for name, rows in self.rows_of_units.items():
+            if (ways := tuple([row.way for row in rows])) not in alike:
+                alike[ways] = RowsByWay(rows)
+            found[name] = alike[ways]
+        return found
+
+    @cached_property
+    def first_trained_stage(self) -> int:
+        """The first stage with a trained parameter; the number of stages if there is none."""
+        return min({row.stage for row in self.parameters if row.trainable}, default=len(self.stages))
+
+    @cached_property
+    def numbers(self) -> tuple[int, int]:
+        """The number of elements of all parameters, each counted once, and of those that are trained."""
+        sizes = [(row.numel * number, row.trainable) for row, number in self.ways]
+        return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+    def rows(self, unit: UnitRow) -> list[ParameterRow]:
+        """Return the rows of the parameters that a unit gathers. The second of two twin units gathers those of the first."""
+        return self.rows_of_units.get(unit.twin_of or unit.name, [])
+
+    def ways_of(self, unit: UnitRow) -> RowsByWay:
+        """Return the same by way."""
+        return self.ways_of_units.get(unit.twin_of or unit.name, _NO_ROWS)
+
+    def parts(self, unit: UnitRow) -> tuple[UnitRow, ...]:
+        """Return the rows of the modules of a unit: its own row, and those of modules that were wrapped together with it."""
+        return (unit, *self._parts_of_units.get(unit.name, ()))
+
+    @cached_property
+    def _parts_of_units(self) -> dict[str, list[UnitRow]]:
+        parts: dict[str, list[UnitRow]] = {}
+        for other in self.units:
+            if other.part_of:
+                parts.setdefault(other.part_of, []).append(other)
+        return parts
+
+    def runs(self, module: str) -> tuple[int, int]:
+        """Return the forwards and the backwards of a module in a microbatch: those of the innermost unit around it."""
+        units = self.units_by_name
+        unit = units[module if module in units else nearest(module, units)]
+        return unit.forwards * unit.places, unit.places
+
+
+@once_for_each
+def rows_of_plans(*rows: Any) -> PlanRows:
+    """Return the rows of all plans that have these very objects as rows; the arguments are those of :class:`PlanRows`."""
+    return PlanRows(*rows)
