@@ -135,8 +135,8 @@ def _names(draft: Draft, share: MixerShare, own: str) -> tuple[str, ...]:
 def mixer_styles(draft: Draft) -> dict[str, str]:
     """Return the styles of modules and parameters of the mixers that `tp` shares."""
     styles: dict[str, str] = {}
-    shards = draft.layout.size("dp_shard_cp")
     for name, share in shared_mixers(draft).items():
+        shards = draft.layout.size("dp_shard_cp")
         for own, pieces in share.openings:
             parameters = draft.model.modules[f"{name}.{own}"].parameters
             alike = len({size for size, _ in pieces}) == 1 and len(pieces) <= 2

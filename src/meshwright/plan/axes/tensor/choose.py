@@ -315,7 +315,7 @@ def _derived(draft: Draft) -> dict[str, str]:
 
 def _slice_problems(draft: Draft, styles: Mapping[str, str]) -> Problems:
     """Return a problem for each parameter whose slices are empty or not even."""
-    tp, shards, problems = draft.layout.size("tp"), draft.layout.size("dp_shard_cp"), Problems()
+    tp, problems = draft.layout.size("tp"), Problems()
     for parameter in draft.parameters:
         style = styles.get(parameter.name)
         if (cut := tp_dim(style, parameter.shape)) is None:
@@ -329,7 +329,10 @@ def _slice_problems(draft: Draft, styles: Mapping[str, str]) -> Problems:
                 f"tp={tp}: {parameter.name!r} packs {pieces} matrices of {size // pieces} rows, which tp must divide; legal "
                 f"are {', '.join(map(str, divisors(size // pieces)))}",
             )
-        if pieces > 1 and cut == 0 and shards > 1 and (len(parameter.shape) == 1 or parameter.shape[1] % shards):
+        if pieces == 1 or cut:
+            continue
+        shards = draft.layout.size("dp_shard_cp")  # read here, so that plans of other models need not be made again for it
+        if shards > 1 and (len(parameter.shape) == 1 or parameter.shape[1] % shards):
             reason = f"its {parameter.shape[1]} columns, not evenly" if len(parameter.shape) > 1 else "no other dimension"
             problems.add(
                 "tp.packed",
