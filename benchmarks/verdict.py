@@ -6,7 +6,8 @@
 Each shape is given to `meshwright plan --gpu h100` twice. The first time no trace is kept, the second time those of the first
 are. Seconds are from the start of Python to the verdict, and to the end: then the changes that save most time are priced, too.
 In another process, the run is then planned and priced with 3 to 10 times the replicas, as a search does with each candidate:
-medians. The first two do not count: they make traces.
+medians. The first two do not count: they make traces. Such candidates have the same rows of parameters and units. Of those with
+3 to 10 times the shards, all rows are made and added up anew.
 
 With another checkout of Meshwright, two shapes are given to both in turn, in two rounds; the least of each time is printed.
 """
@@ -32,7 +33,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "shapes"
 
 
 def candidate(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
-    """Print the milliseconds of a plan and of a price, as JSON."""
+    """Print the milliseconds of plans and of prices, as JSON: with more replicas, and with more shards."""
     from meshwright.cli.arguments import load_run
     from meshwright.plan.cost.hardware import load_hardware
     from meshwright.trace.few_layers import Traces
@@ -45,21 +46,24 @@ def candidate(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
     found = Forecasts(setup, load_hardware("h100"))
     assert found.verdict.fits
     assert found.time.step_seconds > 0
-    plans, prices = [], []
-    replicas, batch = setup.layout.size("dp_replicate"), setup.config.training.global_batch_size
-    for times in range(1, 11):
-        layout = setup.config.layout.model_copy(update={"dp_replicate": times * replicas})
-        training = setup.config.training.model_copy(update={"global_batch_size": times * batch})
-        config = setup.config.model_copy(update={"layout": layout, "training": training})
-        begun = time.perf_counter()
-        again = change_setup(setup, config, times * ranks, program=False)
-        planned = time.perf_counter()
-        traces = Traces(again, store=found.traces.store)
-        fit(again, found.hardware, traces)
-        forecast_time(again, found.hardware, traces)
-        plans.append(planned - begun)
-        prices.append(time.perf_counter() - planned)
-    print(json.dumps({"plan": 1000 * median(plans[2:]), "price": 1000 * median(prices[2:])}))
+    costs = {}
+    for axis in ("dp_replicate", "dp_shard"):
+        plans, prices = [], []
+        size, batch = setup.layout.size(axis), setup.config.training.global_batch_size
+        for times in range(1, 11):
+            layout = setup.config.layout.model_copy(update={axis: times * size})
+            training = setup.config.training.model_copy(update={"global_batch_size": times * batch})
+            config = setup.config.model_copy(update={"layout": layout, "training": training})
+            begun = time.perf_counter()
+            again = change_setup(setup, config, times * ranks, program=False)
+            planned = time.perf_counter()
+            traces = Traces(again, store=found.traces.store)
+            fit(again, found.hardware, traces)
+            forecast_time(again, found.hardware, traces)
+            plans.append(planned - begun)
+            prices.append(time.perf_counter() - planned)
+        costs[axis] = [1000 * median(plans[2:]), 1000 * median(prices[2:])]
+    print(json.dumps(costs))
 
 
 def command(name: str, ranks: int, overrides: tuple[str, ...], environment: dict[str, str]) -> tuple[float, float]:
@@ -79,8 +83,10 @@ def command(name: str, ranks: int, overrides: tuple[str, ...], environment: dict
 
 def main() -> None:
     """Print a table."""
-    print("| shape | ranks | verdict, cold | with changes | again | with changes | a candidate: plan | price |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| shape | ranks | verdict, cold | with changes | again | with changes | more replicas: plan | price | shards: plan | price |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name, ranks, overrides in SHAPES:
         with tempfile.TemporaryDirectory(prefix="meshwright-verdict-") as cache:
             environment = {**os.environ, "XDG_CACHE_HOME": cache, "PYTHONUNBUFFERED": "1"}
@@ -89,7 +95,8 @@ def main() -> None:
             costs = json.loads(subprocess.run(words, env=environment, check=True, capture_output=True).stdout)
         shown = " ".join((name, *overrides))
         times = " | ".join(f"{one:.1f} s" for one in seconds)
-        print(f"| {shown} | {ranks:,} | {times} | {costs['plan']:.0f} ms | {costs['price']:.0f} ms |", flush=True)
+        each = " | ".join(f"{one:.1f} ms" for axis in ("dp_replicate", "dp_shard") for one in costs[axis])
+        print(f"| {shown} | {ranks:,} | {times} | {each} |", flush=True)
 
 
 def compare(checkout: Path, rounds: int = 2) -> None:

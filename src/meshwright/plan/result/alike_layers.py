@@ -1,6 +1,6 @@
 """Layers of a plan of which rows say the same, but for names: what is found of one of them holds for the others."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -52,39 +52,36 @@ def alike_layers(rows: PlanRows) -> AlikeLayers:
 
 def _alike_layers(rows: PlanRows) -> AlikeLayers:
     places = places_in(rows.layers)
-    says: dict[str, list[Hashable]] = {layer: [] for layer in rows.layers}
-    rows_in: dict[str, list[tuple[str, ParameterRow]]] = {layer: [] for layer in ("", *rows.layers)}
-    units_in: dict[str, list[tuple[str, UnitRow]]] = {layer: [] for layer in rows_in}
-    for name, held in rows.rows_of_units.items():
+    says: dict[str, list[Hashable]] = {layer: [] for layer in ("", *rows.layers)}
+    held: dict[str, list[tuple[tuple[str, ...], Sequence[ParameterRow]]]] = {layer: [] for layer in says}
+    units: dict[str, list[tuple[str, UnitRow]]] = {layer: [] for layer in says}
+    for name, own in rows.rows_of_units.items():
         around, rest_of_unit = places[name]
-        for layer, rests, own in _by_layer(held, places):
-            rows_in[layer] += zip(rests, own, strict=True)
-            if layer:
-                says[layer].append((rest_of_unit if around == layer else name, rests, tuple([row.way for row in own])))
+        if of_one := places.layer_of_all(tuple([row.name for row in own])):
+            layer, rests = of_one
+            says[layer].append((rest_of_unit if around == layer else name, rests, rows.ways_of_units[name]))
+            held[layer].append((rests, own))
+            continue
+        for row in own:
+            layer, rest = places[row.name]
+            says[layer].append((rest_of_unit if around == layer else name, rest, row.way))
+            held[layer].append(((rest,), (row,)))
     for unit in rows.units:
         layer, rest = places[unit.name]
-        units_in[layer].append((rest, unit))
-        if layer:
-            says[layer].append((rest, _OF_UNIT(unit)))
+        says[layer].append((rest, _OF_UNIT(unit)))
+        units[layer].append((rest, unit))
     first: dict[Hashable, str] = {}
     firsts = [first.setdefault(tuple(says[layer]), layer) for layer in rows.layers]
     numbers = {layer: number for number, layer in enumerate(first.values())}
+    parameters = {
+        layer: [pair for rests, own in held[layer] for pair in zip(rests, own, strict=True)] for layer in ("", *numbers)
+    }
     return AlikeLayers(
         [numbers[layer] for layer in firsts],
-        [LayerRows(rows_in[layer], units_in[layer]) for layer in numbers],
-        [row for _, row in rows_in[""]],
-        [unit for _, unit in units_in[""]],
+        [LayerRows(parameters[layer], units[layer]) for layer in numbers],
+        [row for _, row in parameters[""]],
+        [unit for _, unit in units[""]],
     )
-
-
-def _by_layer(rows: Sequence[ParameterRow], places: "Places") -> Iterable[tuple[str, tuple[str, ...], Sequence[ParameterRow]]]:
-    """Return the rows of a unit by layer: the layer, the rests of their names, and themselves."""
-    if together := places.of_all(tuple([row.name for row in rows])):
-        return [(*together, rows)]
-    found: dict[str, list[ParameterRow]] = {}
-    for row in rows:
-        found.setdefault(places[row.name][0], []).append(row)
-    return [(layer, tuple([places[row.name][1] for row in own]), own) for layer, own in found.items()]
 
 
 class Places(dict[str, tuple[str, str]]):
@@ -100,8 +97,8 @@ class Places(dict[str, tuple[str, str]]):
         self[name] = found = layer, name[len(layer) :]
         return found
 
-    def of_all(self, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
-        """Return the layer of some names, and their rests; ``None``: they are of several."""
+    def layer_of_all(self, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
+        """Return the one layer of some names, and the rests of these; ``None``: they are of several."""
         if names not in self._of_all:
             layers, rests = zip(*(self[name] for name in names), strict=True)
             self._of_all[names] = (layers[0], rests) if len({*layers}) == 1 else None

@@ -87,6 +87,27 @@ class TracedSizes:
         moments, noted = dict.fromkeys((FORWARD, LOSS), nothing), dict.fromkeys((BEFORE_LOSS, AFTER_LOSS), nothing)
         return cls({name: (size, 0) for name, size in layers.items()}, around, 0, 0, moments, noted)
 
+    @cached_property
+    def communication(self) -> tuple[int, int]:
+        """What collectives hold at the most in a turn without a reduction, and in one with it."""
+        moments = {name: held[Kind.COMMUNICATION] for name, held in self.moments.items()}
+        return max(moments[FORWARD], moments[LOSS]), max(moments.values())
+
+    @cached_property
+    def forward_works(self) -> int:
+        """What a layer in forward holds beside what layers keep."""
+        return max(0, self.moments[FORWARD][Kind.ACTIVATIONS] - self.noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0))
+
+    @cached_property
+    def of_head(self) -> dict[Kind, int]:
+        """What a microbatch keeps for the backward of what comes after the layers."""
+        return _more(self.noted[AFTER_LOSS], self.noted[BEFORE_LOSS])
+
+    @cached_property
+    def loss_works(self) -> dict[Kind, int]:
+        """What the loss, or its backward, holds beside that."""
+        return _more(self.moments[LOSS], self.noted[AFTER_LOSS])
+
 
 def _traced_sizes(traces: Traces) -> TracedSizes:
     plan, kept, trace = traces.setup.plan, kept_layers(traces), traces.trace
@@ -197,10 +218,10 @@ class StageMemory:
     def _held(self, turn: HeldTurn) -> "_Held":
         """Return what of it differs between turns."""
         activations = _dot(turn.alive, self._kept) + _dot(turn.halved, self._halved)
-        works = self._forward_works if turn.phase is Phase.FORWARD else self.sizes.works
+        works = self.sizes.forward_works if turn.phase is Phase.FORWARD else self.sizes.works
         logits, head = 0, len(self.plan.stages) - 1
         if head in self._places:
-            of_head, place = self._of_head, self._places[head]
+            of_head, place = self.sizes.of_head, self._places[head]
             alive, halved = turn.alive[place], turn.halved[place]
             activations += alive * of_head[Kind.ACTIVATIONS]
             activations += halved * max(0, of_head[Kind.OUTPUTS] - of_head[Kind.LOGITS])
@@ -209,7 +230,7 @@ class StageMemory:
         if turn.stage != head:
             return self._held_with(turn, activations + works, logits, making=True)
         # What this microbatch keeps for the loss is there while the loss is computed, before it makes gradients of parameters.
-        gone, there = self._of_head, self._loss_works
+        gone, there = self.sizes.of_head, self.sizes.loss_works
         layers = self._held_with(turn, activations + works - gone[Kind.ACTIVATIONS], logits - gone[Kind.LOGITS], making=True)
         loss = self._held_with(turn, activations + there[Kind.ACTIVATIONS], logits + there[Kind.LOGITS], making=False)
         return max(layers, loss, key=sum)
@@ -224,14 +245,8 @@ class StageMemory:
             making: whether the turn is where it makes gradients of parameters, if it makes some.
         """
         unsharded, shards, reduces = self._gradients(turn, making and turn.phase in (Phase.BACKWARD, Phase.WEIGHT))
-        communication = self._totals.receive_buffer_bytes + self._held_sends(turn) + self._communication[reduces]
+        communication = self._totals.receive_buffer_bytes + self._held_sends(turn) + self.sizes.communication[reduces]
         return _Held(shards, unsharded, activations, logits, communication)
-
-    @cached_property
-    def _communication(self) -> tuple[int, int]:
-        """What collectives hold at the most in a turn without a reduction, and in one with it."""
-        moments = {name: held[Kind.COMMUNICATION] for name, held in self.sizes.moments.items()}
-        return max(moments[FORWARD], moments[LOSS]), max(moments.values())
 
     def _held_sends(self, turn: HeldTurn) -> int:
         """Return the bytes of what was sent, is used no more, and waits for the end of the run."""
@@ -240,21 +255,6 @@ class StageMemory:
             return 0
         outputs = 0 if schedule is PipelineSchedule.GPIPE else _dot(turn.left, self._sent)
         return outputs + _dot(turn.returned, self._returned)
-
-    @cached_property
-    def _forward_works(self) -> int:
-        """What a layer in forward holds beside what layers keep."""
-        return max(0, self.sizes.moments[FORWARD][Kind.ACTIVATIONS] - self.sizes.noted[BEFORE_LOSS].get(Kind.ACTIVATIONS, 0))
-
-    @cached_property
-    def _of_head(self) -> dict[Kind, int]:
-        """What a microbatch keeps for the backward of what comes after the layers."""
-        return _more(self.sizes.noted[AFTER_LOSS], self.sizes.noted[BEFORE_LOSS])
-
-    @cached_property
-    def _loss_works(self) -> dict[Kind, int]:
-        """What the loss, or its backward, holds beside that."""
-        return _more(self.sizes.moments[LOSS], self.sizes.noted[AFTER_LOSS])
 
     @cached_property
     def _gradients_of_parts(self) -> list[tuple["_Gradients", list[int]]]:

@@ -1,5 +1,6 @@
 """The order of a pipeline schedule, replayed in time: how long ranks wait, and how many microbatches are alive."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -29,7 +30,9 @@ class Replay:
 
     Attributes:
         turns: for each rank of `pp`, its turns in order.
-        times: rank, begin and end of all turns; those of a rank are in order.
+        ranks: whose turns there are, in an order in which each comes after all that it waits for.
+        begins: when each of these begins.
+        ends: when it ends.
         length: duration of the run, in forwards through the whole model.
         idle: for each rank, the share of the run in which it computes nothing.
         alive: for each rank, the most microbatches whose activations it holds at once, as if each went through all of its
@@ -37,7 +40,9 @@ class Replay:
     """
 
     turns: Sequence[Sequence[ScheduledOp]]
-    times: Sequence[tuple[int, float, float]]
+    ranks: Sequence[int]
+    begins: Sequence[float]
+    ends: Sequence[float]
     length: float
     idle: tuple[float, ...]
     alive: tuple[float, ...]
@@ -46,7 +51,7 @@ class Replay:
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """For each rank of `pp`, its turns in time."""
         left, found = [iter(turns) for turns in self.turns], [list[Span]() for _ in self.turns]
-        for rank, begin, end in self.times:
+        for rank, begin, end in zip(self.ranks, self.begins, self.ends, strict=True):
             found[rank].append(Span(next(left[rank]), begin, end))
         return tuple(map(tuple, found))
 
@@ -62,12 +67,12 @@ class _Step(NamedTuple):
     Attributes:
         rank: whose turn it is.
         kind: number of its phase and stage, in order of their first turn.
-        sent: numbers of the steps of other ranks that it waits for. Those of its own rank are over before it, as the order is.
+        sent: number of the step of another rank that it waits for; -1: none. Those of its own rank are over before it.
     """
 
     rank: int
     kind: int
-    sent: tuple[int, ...]
+    sent: int
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,14 @@ class _Walk:
         order: the turns of each rank.
         steps: all of them, in an order that they can be run in.
         kinds: a turn of each phase and stage.
+        numbers: for each of these, whose turns they are, and how many there are.
         alive: for each rank, the most microbatches that it holds at once (:class:`Replay`).
     """
 
     order: Sequence[Sequence[ScheduledOp]]
     steps: tuple[_Step, ...]
     kinds: tuple[ScheduledOp, ...]
+    numbers: tuple[tuple[int, int], ...]
     alive: tuple[float, ...]
 
     @classmethod
@@ -107,7 +114,7 @@ class _Walk:
                     before = awaited(turn, last)
                     if any(other not in done for other in before):
                         break
-                    sent = tuple(done[other] for other in before if rank_of[other.stage] != rank)
+                    sent = next((done[other] for other in before if rank_of[other.stage] != rank), -1)
                     # What follows waits for a gradient of inputs, whether or not those of weights are made with it.
                     made = ScheduledOp(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
                     done[made] = len(steps)
@@ -118,28 +125,32 @@ class _Walk:
         if len(steps) < sum(map(len, order)):
             raise ValueError("the ranks wait for each other")
         alive = (_most_alive(turns) / len({turn.stage for turn in turns}) for turns in order)
-        return cls(order, tuple(steps), tuple(turn for _, turn in kinds.values()), tuple(alive))
+        of_kinds = Counter(step.kind for step in steps)
+        numbers = tuple((rank_of[turn.stage], of_kinds[kind]) for kind, turn in kinds.values())
+        return cls(order, tuple(steps), tuple(turn for _, turn in kinds.values()), numbers, tuple(alive))
 
     def run(self, cost: Callable[[ScheduledOp], float], message: float, *, asked_late: bool) -> Replay:
         """Run it; see :func:`replay`."""
         costs = [cost(turn) for turn in self.kinds]
-        free_at, busy = [0.0] * len(self.order), [0.0] * len(self.order)
-        times: list[tuple[int, float, float]] = []
+        free_at = [0.0] * len(self.order)
+        begins: list[float] = []
         ends: list[float] = []
         for rank, kind, sent in self.steps:
             begin = free_at[rank]
-            if sent and asked_late:
-                begin = max(begin, *[ends[number] for number in sent]) + message
-            else:
-                for number in sent:
-                    if (there := ends[number] + message) > begin:
-                        begin = there
+            if sent >= 0:
+                there = ends[sent]
+                if asked_late:
+                    begin = max(begin, there) + message
+                elif there + message > begin:
+                    begin = there + message
             end = free_at[rank] = begin + costs[kind]
-            busy[rank] += costs[kind]
+            begins.append(begin)
             ends.append(end)
-            times.append((rank, begin, end))
-        length = max(free_at)
-        return Replay(self.order, times, length, tuple(1 - own / length for own in busy), self.alive)
+        length, busy = max(free_at), [0.0] * len(self.order)
+        for (rank, number), seconds in zip(self.numbers, costs, strict=True):
+            busy[rank] += number * seconds
+        idle = tuple(1 - own / length for own in busy)
+        return Replay(self.order, [step.rank for step in self.steps], begins, ends, length, idle, self.alive)
 
 
 @cache
