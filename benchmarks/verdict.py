@@ -83,10 +83,9 @@ def command(name: str, ranks: int, overrides: tuple[str, ...], environment: dict
 
 def main() -> None:
     """Print a table."""
-    print(
-        "| shape | ranks | verdict, cold | with changes | again | with changes | more replicas: plan | price | shards: plan | price |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ["shape", "ranks", "verdict, cold", "with changes", "again", "with changes"]
+    columns += ["more replicas: plan", "price", "more shards: plan", "price"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name, ranks, overrides in SHAPES:
         with tempfile.TemporaryDirectory(prefix="meshwright-verdict-") as cache:
             environment = {**os.environ, "XDG_CACHE_HOME": cache, "PYTHONUNBUFFERED": "1"}
