@@ -3,13 +3,13 @@
 from collections.abc import Callable, Hashable
 from dataclasses import fields
 from functools import cached_property, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 __all__ = ["Once", "once_for_each"]
 
 T = TypeVar("T")
 R = TypeVar("R")
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 LATEST = 64
 """For how many arguments :func:`once_for_each` keeps answers."""
@@ -36,15 +36,15 @@ class Once:
         return found
 
 
-def once_for_each(find: Callable[P, R]) -> Callable[P, R]:
+def once_for_each(find: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
     """Let a function be called once for each of the latest arguments, which are told apart by identity; nobody changes them."""
     kept: dict[tuple[int, ...], tuple[Any, R]] = {}  # with the arguments, so that no other gets the identity of one
 
     @wraps(find)
-    def asked(*of: P.args, **never: P.kwargs) -> R:
+    def asked(*of: *Ts) -> R:
         key = tuple(map(id, of))
         if (answer := kept.pop(key, None)) is None:
-            answer = (of, find(*of, **never))
+            answer = (of, find(*of))
             if len(kept) >= LATEST:
                 del kept[next(iter(kept))]
         kept[key] = answer  # the latest is the last

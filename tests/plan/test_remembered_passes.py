@@ -158,3 +158,27 @@ def test_too_many_finds_are_forgotten() -> None:
     assert len(calls) == MOST + 2
     remembered.find(find, draft)
     assert len(calls) == MOST + 2
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_model_is_not_sliced_again_for_other_shards_or_replicas(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is packed, so `tp` does not depend on what FSDP shards. Rows of parameters depend on shards."""
+    model, spec = make(family, meta=True)
+    facts, remembered, repeated = inspect_model(spec, model), RememberedPasses(), list[str]()
+    keep = RememberedPasses._keep
+
+    def noted(self: RememberedPasses, find: Any, *rest: Any) -> None:
+        repeated.append(find.__name__)
+        keep(self, find, *rest)
+
+    monkeypatch.setattr(RememberedPasses, "_keep", noted)
+
+    def passes_of(replicas: int, shards: int) -> set[str]:
+        repeated.clear()
+        layout = Layout(dp_replicate=replicas, dp_shard=shards, tp=2)
+        resolve(spec, facts, layout, ParallelOptions(), remembered=remembered)
+        return {*repeated}
+
+    assert {"resolve_tensor_parallel", "parameter_rows", "_enter_tokens"} < passes_of(2, 2)
+    assert passes_of(4, 2) == set()
+    assert passes_of(2, 4) == {"check_prefetch", "parameter_rows", "choose_twins", "complete_units"}

@@ -47,6 +47,40 @@ from meshwright.plan.update.weight_decay import choose_decayed
 __all__ = ["resolve"]
 
 
+def _enter_tokens(draft: Draft) -> Found[dict[str, UnitRow]]:
+    """Find which tokens enter each unit: of its rows, a plan needs those of modules for it."""
+    units, modules = tuple(draft.units.values()), (draft.tensor.rows, draft.experts)
+    plan = ShardingPlan(draft.spec.family, draft.layout, draft.options, draft.layers, (), units, *modules)
+    return Found({unit.name: unit for unit in tokens_of_units(plan)})
+
+
+_PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
+    (
+        ("units", choose_units),
+        ("twins", pair_units),
+        ("units", leave_out_units),
+        ("unit_of", assign_units),
+        ("trained", choose_trained),
+        ("decay_rules", choose_decayed),
+        ("rates", choose_rates),
+        ("policies", choose_policies),
+        ("", check_prefetch),
+        ("modes", checkpointing_modes),
+        ("tensor", resolve_tensor_parallel),
+        ("experts", resolve_experts),
+        ("attentions", resolve_attentions),
+        ("mixers", resolve_mixers),
+        ("stages", resolve_stages),
+        ("rules", choose_rules),
+        ("forms", choose_forms),
+        ("loss", resolve_loss),
+    ),
+    (("units", _enter_tokens), ("rows", parameter_rows), ("units", choose_twins)),
+    (("units", complete_units),),
+)
+"""Groups of passes, each with the field of the draft that it finds. All problems of a group are in one report."""
+
+
 def resolve(
     spec: ParallelSpec,
     model: nn.Module | Inspection,
@@ -86,11 +120,22 @@ def resolve(
             draft = draft.extended(name, find(draft) if remembered is None else remembered.find(find, draft))
         draft.refuse()
     units, layers = _in_order(draft.units)
-    plan = replace(
-        _rows(draft),
-        layers=layers,
-        units=units,
+    plan = ShardingPlan(
+        spec.family,
+        draft.layout,
+        draft.options,
+        layers,
+        draft.rows,
+        units,
+        draft.tensor.rows,
+        draft.experts,
+        draft.attentions,
+        draft.stages.rows,
+        draft.loss,
+        tp_level=draft.tensor.level,
+        tp_passed_over=draft.tensor.passed_over,
         remarks=(*spec.remarks, *draft.remarks),
+        mixers=draft.mixers,
         flags_of_use=(not spec.uses_all_parameters or bool(draft.options.sharded_by)) and draft.layout.size("dp_cp") > 1,
     )
     cut = () if draft.stages.cut is None else (draft.stages.cut,)
@@ -114,59 +159,7 @@ def resolve(
     return replace(plan, program=actions)
 
 
-def _rows(draft: Draft) -> ShardingPlan:
-    """Return the plan with its rows alone."""
-    return ShardingPlan(
-        draft.spec.family,
-        draft.layout,
-        draft.options,
-        draft.layers,
-        draft.rows,
-        tuple(draft.units.values()),
-        draft.tensor.rows,
-        draft.experts,
-        draft.attentions,
-        draft.stages.rows,
-        draft.loss,
-        tp_level=draft.tensor.level,
-        tp_passed_over=draft.tensor.passed_over,
-        mixers=draft.mixers,
-    )
-
-
-def _enter_tokens(draft: Draft) -> Found[dict[str, UnitRow]]:
-    """Find which tokens enter each unit."""
-    return Found({unit.name: unit for unit in tokens_of_units(_rows(draft))})
-
-
 @once_for_each
 def _in_order(units: Mapping[str, UnitRow]) -> tuple[tuple[UnitRow, ...], tuple[str, ...]]:
     """Return the rows of units, and the names of layers: those of plans that share their units are the same objects."""
     return tuple(units.values()), tuple(unit.name for unit in units.values() if unit.kind == LAYER)
-
-
-_PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
-    (
-        ("units", choose_units),
-        ("twins", pair_units),
-        ("units", leave_out_units),
-        ("unit_of", assign_units),
-        ("trained", choose_trained),
-        ("decay_rules", choose_decayed),
-        ("rates", choose_rates),
-        ("policies", choose_policies),
-        ("", check_prefetch),
-        ("modes", checkpointing_modes),
-        ("tensor", resolve_tensor_parallel),
-        ("experts", resolve_experts),
-        ("attentions", resolve_attentions),
-        ("mixers", resolve_mixers),
-        ("stages", resolve_stages),
-        ("rules", choose_rules),
-        ("forms", choose_forms),
-        ("loss", resolve_loss),
-    ),
-    (("rows", parameter_rows), ("units", choose_twins)),
-    (("units", complete_units), ("units", _enter_tokens)),
-)
-"""Groups of passes, each with the field of the draft that it finds. All problems of a group are in one report."""

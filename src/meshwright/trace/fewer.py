@@ -40,8 +40,8 @@ def _kinds_of_layers(rows: PlanRows) -> list[int]:
     alike, kinds = alike_layers(rows), dict[Any, int]()
     numbers = []
     for layer in alike.examples:
-        shapes = tuple((rest, row.shape, row.trainable) for rest, row in layer.parameters)
-        units = tuple((rest, unit.kind, unit.activation_checkpointing, unit.sync) for rest, unit in layer.units)
+        shapes = frozenset((rest, row.shape, row.trainable) for rest, row in layer.parameters)
+        units = frozenset((rest, unit.kind, unit.activation_checkpointing, unit.sync) for rest, unit in layer.units)
         numbers.append(kinds.setdefault((shapes, units), len(kinds)))
     return [numbers[kind] for kind in alike.kinds]
 

@@ -175,8 +175,9 @@ def _teacher(setup: RunSetup, hardware: Hardware) -> dict[str, float]:
     rates, traces = Rates.of(setup.teacher, hardware), Traces(setup.teacher)
     whole, price = LayerWork.of(traces), price_of(plan.layout, hardware)
     stages = range(plan.layout.size("pp"))
-    works = [rates.spent(whole.forward_on_rank(plan, rank)) for rank in stages]
-    rank = max(stages, key=lambda one: sum(works[one].values()))
+    alike = dict.fromkeys(alike_rank(plan, rank) for rank in stages)
+    works = {rank: rates.spent(whole.forward_on_rank(plan, rank)) for rank in alike}
+    rank = max(works, key=lambda one: sum(works[one].values()))
     parts = {name: microbatches * seconds for name, seconds in works[rank].items()}
     compute, share = sum(parts.values()), microbatches / plan.options.microbatches
     for item in activation_traffic(plan):

@@ -10,6 +10,7 @@ import pytest
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.plan.axes.data.prefetch import gathered_peak, layer_groups
+from meshwright.plan.axes.data.unit_traffic import gradients_between
 from meshwright.plan.axes.pipeline.stage_rows import rows_on_stages
 from meshwright.plan.cost.price import totals
 from meshwright.plan.given.closed_choices import SyncPolicy
@@ -112,17 +113,32 @@ def test_layers_of_a_kind_say_the_same(family: str, choices: dict[str, Any]) -> 
     assert {row.name for row in alike.parameters_outside} == {row.name for row in plan.parameters} - inside
 
 
-def test_layers_whose_parameters_have_other_units_are_of_other_kinds() -> None:
-    """Adapters that are one unit over all layers are in no unit of a layer."""
-    plan = setup_of(2, layers=4, layout={"dp_shard": 2}, adapter={"rank": 4}).plan
-    assert len(alike_layers(plan.shared).examples) < len(plan.layers)
-    moved = tuple(
-        replace(row, unit="") if row.name.startswith(f"{plan.layers[1]}.") and "mlp" in row.name else row
-        for row in plan.parameters
-    )
-    other = replace(plan, parameters=moved)
-    kinds = alike_layers(other.shared).kinds
-    assert kinds.count(kinds[1]) == 1
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_layers_are_alike_though_adapters_are_one_unit_over_all_of_them(family: str) -> None:
+    """The rows of that unit come after those of the first layer, and before those of the others."""
+    adapter = {"rank": 4, "reduce": "once", **({"experts": True} if family == "mixtral" else {})}
+    plan = setup_of(4, family, layers=4, layout={"dp_shard": 4}, adapter=adapter).plan
+    assert any(unit.together for unit in plan.units)
+    assert kinds_of_layers(plan) == [0] * 4
+    # The unit has its name of the first one; the last one stays gathered after forward.
+    assert alike_layers(plan.shared).kinds == [0, 1, 1, 2]
+
+
+def test_a_layer_with_a_parameter_in_another_unit_is_of_another_kind() -> None:
+    plan = setup_of(2, layers=4, layout={"dp_shard": 2}).plan
+    kinds, layer = alike_layers(plan.shared).kinds, plan.layers[1]
+    assert kinds.count(kinds[1]) > 1
+
+    def moved(to: str) -> list[int]:
+        rows = tuple(
+            row.like(row.name, row.aliases, to, row.stages) if row.name.startswith(f"{layer}.mlp.") else row
+            for row in plan.parameters
+        )
+        return list(alike_layers(replace(plan, parameters=rows).shared).kinds)
+
+    assert moved(layer) == list(kinds)
+    for unit in ("", plan.layers[2]):
+        assert moved(unit).count(moved(unit)[1]) == 1
 
 
 def test_kinds_do_not_depend_on_how_rows_were_made() -> None:
@@ -214,3 +230,31 @@ def test_the_gathered_peak_is_its_definition(family: str, ahead: tuple[int | Non
         return
     plan = planned(family, **choices)
     assert gathered_peak(plan) == peak_of(plan)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "diffusion_gemma"])
+@pytest.mark.parametrize(
+    "choices", [{"sync": "reduce_each"}, {"sync": "defer"}, {"sync": "defer", "sync_units": {"**.1": "reduce_each"}}]
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_between_microbatches_are_those_of_each_parameter(
+    family: str, choices: dict[str, Any], microbatches: int
+) -> None:
+    plan = planned(family, microbatches=microbatches, **choices)
+    unsharded = shards = 0
+    for row in plan.parameters:
+        copies = [unit for unit in plan.fsdp_units if (unit.twin_of or unit.name) == row.unit and unit.forwards]
+        waiting = [microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH for unit in copies]
+        unsharded += sum(waiting) * row.reduced_bytes
+        shards += row.bytes_per_rank if row.trainable and not all(waiting) else 0
+    assert gradients_between(plan) == (unsharded, shards)
+    assert (unsharded > 0) == (microbatches > 1 and choices["sync"] == "defer")
+
+
+def test_a_plan_without_its_cut_has_no_parts() -> None:
+    plan = setup_of(4, layers=4, layout={"pp": 2, "dp_shard": 2}).plan
+    part = rows_on_stages(plan, [0])
+    assert 0 < len(part.layers) < len(plan.layers)
+    for without in (replace(plan, program=()), part):
+        with refuses(PlanError, "plan.model"):
+            rows_on_stages(without, [1])

@@ -265,7 +265,7 @@ class ParallelOptions(Once):
             name, value, choices = item.name, getattr(self, item.name), item.metadata.get("choices")
             if isinstance(item.default, tuple):
                 value = tuple(tuple(one) if isinstance(one, list) else one for one in value)
-            elif isinstance(value, Mapping):
+            elif isinstance(value, Mapping) and choices:
                 value = {key: _chosen(f"{name}[{key!r}]", word, choices, problems) for key, word in value.items()}
             elif choices and not (optional and value is None):
                 value = _chosen(name, value, choices, problems)

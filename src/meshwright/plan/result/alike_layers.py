@@ -9,10 +9,10 @@ from meshwright.plan.given.names import nearest
 from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.rows import ParameterRow, UnitRow
 
-__all__ = ["AlikeLayers", "LayerRows", "Places", "alike_layers", "places_in"]
+__all__ = ["alike_layers", "places_in"]
 
 _OF_UNIT = attrgetter(*(item.name for item in fields(UnitRow) if item.name not in ("name", "parameters")))
-"""What the row of a unit says beside names."""
+"""What the row of a unit says beside its name and those of its parameters. Twins are named: their layers are like no other."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class AlikeLayers:
-    """The layers of a plan by kind: those of a kind store, update, gather, compute and reduce the same.
+    """The layers of a plan by kind. Of those of a kind, the rows of parameters and units say the same.
+
+    Other rows, such as those of attentions, are not compared.
 
     Attributes:
         kinds: the kind of each layer, a number; kinds are in order of their first layer.
@@ -46,7 +48,7 @@ class AlikeLayers:
 
 
 def alike_layers(rows: PlanRows) -> AlikeLayers:
-    """Return the kinds of the layers of a plan."""
+    """Return the kinds of the layers of a plan. The order of rows does not matter."""
     return rows.once(_alike_layers)
 
 
@@ -59,19 +61,19 @@ def _alike_layers(rows: PlanRows) -> AlikeLayers:
         around, rest_of_unit = places[name]
         if of_one := places.layer_of_all(tuple([row.name for row in own])):
             layer, rests = of_one
-            says[layer].append((rest_of_unit if around == layer else name, rests, rows.ways_of_units[name]))
+            says[layer].append((rest_of_unit if around == layer else (name,), rests, rows.ways_of_units[name]))
             held[layer].append((rests, own))
             continue
         for row in own:
             layer, rest = places[row.name]
-            says[layer].append((rest_of_unit if around == layer else name, rest, row.way))
+            says[layer].append((rest_of_unit if around == layer else (name,), rest, row.way))
             held[layer].append(((rest,), (row,)))
     for unit in rows.units:
         layer, rest = places[unit.name]
         says[layer].append((rest, _OF_UNIT(unit)))
         units[layer].append((rest, unit))
     first: dict[Hashable, str] = {}
-    firsts = [first.setdefault(tuple(says[layer]), layer) for layer in rows.layers]
+    firsts = [first.setdefault(frozenset(says[layer]), layer) for layer in rows.layers]
     numbers = {layer: number for number, layer in enumerate(first.values())}
     parameters = {
         layer: [pair for rests, own in held[layer] for pair in zip(rests, own, strict=True)] for layer in ("", *numbers)
@@ -85,7 +87,11 @@ def _alike_layers(rows: PlanRows) -> AlikeLayers:
 
 
 class Places(dict[str, tuple[str, str]]):
-    """The layer that a module or a parameter is or is in, and the rest of its name; the layer is empty if there is none."""
+    """By name, the layer that a module or a parameter is or is in, and the rest of the name. If there is none, it is empty.
+
+    Args:
+        layers: names of the layers.
+    """
 
     def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()

@@ -26,15 +26,17 @@ _NO_ROWS = RowsByWay(())
 class PlanRows(Once):
     """Rows of a plan. Plans share one if their rows are the same objects, as those of many candidates of a search are.
 
+    All but the last are those of :class:`~meshwright.plan.result.sharding_plan.ShardingPlan`.
+
     Attributes:
-        layers: see :class:`~meshwright.plan.result.sharding_plan.ShardingPlan`, as for those that follow.
-        parameters: see there.
-        units: see there.
-        tensor_parallel: see there.
-        experts: see there.
-        attentions: see there.
-        mixers: see there.
-        stages: see there.
+        layers: names of the layers.
+        parameters: a row of each parameter.
+        units: a row of each unit.
+        tensor_parallel: a row of each module that computes with slices or has a move.
+        experts: a row of each mixture.
+        attentions: a row of each attention over `cp`.
+        mixers: a row of each mixer that ranks of `cp` divide.
+        stages: a row of each stage.
         cut: the action that makes the stages; ``None``: there are none, or the plan is a part for prices.
     """
 

@@ -38,6 +38,7 @@ def rows_on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
 
 
 def _rows_of_stages(plan: ShardingPlan, stages: tuple[int, ...]) -> ShardingPlan:
+    assert plan.cut is not None  # a plan without its cut is refused: its rows do not say what is where
     rows = plan.shared.once(_part, stages)
     part = replace(
         plan,

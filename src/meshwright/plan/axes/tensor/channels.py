@@ -136,7 +136,7 @@ def mixer_styles(draft: Draft) -> dict[str, str]:
     """Return the styles of modules and parameters of the mixers that `tp` shares."""
     styles: dict[str, str] = {}
     for name, share in shared_mixers(draft).items():
-        shards = draft.layout.size("dp_shard_cp")
+        shards = draft.layout.size("dp_shard_cp")  # read where there are mixers only, as plans of others do not depend on it
         for own, pieces in share.openings:
             parameters = draft.model.modules[f"{name}.{own}"].parameters
             alike = len({size for size, _ in pieces}) == 1 and len(pieces) <= 2
