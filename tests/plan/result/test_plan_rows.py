@@ -19,7 +19,8 @@ from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.remembered_passes import RememberedPasses
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.alike_layers import alike_layers
-from meshwright.plan.result.rows import ParameterRow, RowsByWay, UnitRow
+from meshwright.plan.result.plan_rows import RowsByWay
+from meshwright.plan.result.rows import ParameterRow, UnitRow
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.fewer import kinds_of_layers
 from tests.harness import refuses

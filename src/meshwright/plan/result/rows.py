@@ -1,7 +1,5 @@
 """The rows of a plan: what becomes of each parameter, unit, module under tensor parallel, mixture, attention and stage."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
@@ -16,7 +14,6 @@ __all__ = [
     "AttentionRow",
     "ExpertsRow",
     "ParameterRow",
-    "RowsByWay",
     "StageRow",
     "TensorParallelRow",
     "UnitRow",
@@ -133,45 +130,6 @@ class ParameterRow:
         held["stage"], held["copies"] = stages[0], stages[1:]
         held["numel"], held["way"] = self.numel, self.way
         return row
-
-
-class RowsByWay:
-    """Rows of parameters, of which few differ by more than names, units and stages.
-
-    Args:
-        rows: the rows.
-
-    Attributes:
-        pairs: a row of each way, and how many there are of it.
-    """
-
-    def __init__(self, rows: Sequence[ParameterRow]) -> None:
-        first: dict[object, ParameterRow] = {}
-        numbers = Counter([first.setdefault(row.way, row).way for row in rows])
-        self.pairs = [(first[way], number) for way, number in numbers.items()]
-
-    def __iter__(self) -> Iterator[tuple[ParameterRow, int]]:
-        return iter(self.pairs)
-
-    @cached_property
-    def gathered_bytes(self) -> int:
-        """Those of all parameters, gathered."""
-        return sum(number * row.gathered_bytes for row, number in self.pairs)
-
-    @cached_property
-    def reduced_bytes(self) -> int:
-        """Those of all gradients, as they are reduced."""
-        return sum(number * row.reduced_bytes for row, number in self.pairs)
-
-    @cached_property
-    def parameter_bytes(self) -> int:
-        """Those of all shards."""
-        return sum(number * row.bytes_per_rank for row, number in self.pairs)
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Those of the shards of all gradients."""
-        return sum(number * row.bytes_per_rank for row, number in self.pairs if row.trainable)
 
 
 @dataclass(frozen=True)
