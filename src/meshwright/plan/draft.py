@@ -20,6 +20,7 @@ from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.sequence.mixer_shares import MixerShare
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ParallelSpec, Structure
+from meshwright.plan.result.arrangement import Arrangement
 from meshwright.plan.result.program import Cut
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
 from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, shard_axis
@@ -75,21 +76,6 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """The pipeline stages.
-
-    Attributes:
-        rows: their rows, in the order of the model; none without a pipeline.
-        cut: the action that cuts the model; ``None`` without a pipeline.
-        holding: first name of each parameter to the stages that hold it.
-    """
-
-    rows: tuple[StageRow, ...] = ()
-    cut: Cut | None = None
-    holding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Rate:
     """How a parameter is updated.
 
@@ -108,6 +94,59 @@ class Rate:
     eps: float | None = None
     fused: bool | None = None
     rule: str = ""
+
+
+class Way(NamedTuple):
+    """In what way a parameter is stored and updated, without sizes of the layout.
+
+    Attributes:
+        shape: its shape.
+        dtype: in which it is stored.
+        of_unit: kind of its unit, and the dtypes in which that computes and reduces.
+        style: how `tp` or `ep` slices it.
+        trainable: whether it is trained.
+        rate: what its group of the optimizer changes.
+        decay_rule: the rule that says whether it is decayed.
+        update: the rule that updates it.
+        form: what its weights are for Muon.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    of_unit: tuple[str, str | None, str | None]
+    style: str | None
+    trainable: bool
+    rate: Rate
+    decay_rule: str
+    update: str
+    form: Form | None
+
+
+class Arranged(NamedTuple):
+    """The parameters with their ways.
+
+    Attributes:
+        arrangement: units, stages and ways of the parameters.
+        ways: the ways, in order of their numbers.
+    """
+
+    arrangement: Arrangement
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline stages.
+
+    Attributes:
+        rows: their rows, in the order of the model; none without a pipeline.
+        cut: the action that cuts the model; ``None`` without a pipeline.
+        holding: first name of each parameter to the stages that hold it.
+    """
+
+    rows: tuple[StageRow, ...] = ()
+    cut: Cut | None = None
+    holding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -137,6 +176,7 @@ class Draft(Once):
         mixers: rows of the mixers that ranks of `cp` divide by heads.
         stages: the pipeline stages.
         loss: the loss, if it is computed in chunks.
+        arranged: the parameters by the way in which they are stored and updated.
         rows: rows of the parameters.
     """
 
@@ -162,6 +202,7 @@ class Draft(Once):
     mixers: tuple[MixerShare, ...] = ()
     stages: Stages = field(default_factory=Stages)
     loss: LossRow | None = None
+    arranged: Arranged = field(default_factory=lambda: Arranged(Arrangement(()), ()))
     rows: tuple[ParameterRow, ...] = ()
 
     @property

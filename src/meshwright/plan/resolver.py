@@ -15,6 +15,7 @@ from meshwright.once import once_for_each
 from meshwright.plan.axes.context.mixers import mixer_actions, resolve_mixers
 from meshwright.plan.axes.context.sharing import attention_actions, resolve_attentions
 from meshwright.plan.axes.data.parameters import (
+    arrange_parameters,
     assign_units,
     choose_trained,
     freeze_actions,
@@ -75,7 +76,7 @@ _PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
         ("forms", choose_forms),
         ("loss", resolve_loss),
     ),
-    (("units", _enter_tokens), ("rows", parameter_rows), ("units", choose_twins)),
+    (("units", _enter_tokens), ("arranged", arrange_parameters), ("rows", parameter_rows), ("units", choose_twins)),
     (("units", complete_units),),
 )
 """Groups of passes, each with the field of the draft that it finds. All problems of a group are in one report."""

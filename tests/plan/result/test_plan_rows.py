@@ -19,6 +19,7 @@ from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.remembered_passes import RememberedPasses
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.alike_layers import alike_layers
+from meshwright.plan.result.arrangement import ArrangedRows, Arrangement
 from meshwright.plan.result.plan_rows import RowsByWay
 from meshwright.plan.result.rows import ParameterRow, UnitRow
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -167,10 +168,25 @@ def test_plans_with_the_same_rows_share_them() -> None:
     assert more.shared is not two.shared
     assert of(8, 2, tp=2).shared is of(4, 2, tp=2).shared
     assert more.parameters[0].bytes_per_rank < two.parameters[0].bytes_per_rank
+    assert more.shared.arrangement is two.shared.arrangement  # the number of shards changes bytes alone
+    assert of(2, 2, tp=2).shared.arrangement is not two.shared.arrangement
     apart = resolve(spec, facts, Layout(dp_replicate=4, dp_shard=2), ParallelOptions())
     assert apart == four
     assert apart.shared is not four.shared
     assert totals(apart) == totals(four)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_arranged_as_they_say(family: str) -> None:
+    """The arrangement that a plan shares with others is that of its rows, one by one."""
+    plan = planned(family, Layout(dp_shard=2, tp=2) if family == "llama" else LAYOUT)
+    shared, own = plan.shared.arrangement, Arrangement.of(tuple(plan.parameters))
+    assert isinstance(plan.parameters, ArrangedRows)
+    assert own.entries == shared.entries
+    for entry, row in zip(shared.entries, plan.parameters, strict=True):
+        assert entry[:4] == (row.name, row.aliases, row.unit, row.stages)
+        assert entry.numel == row.numel
+    assert type(pickle.loads(pickle.dumps(plan)).parameters) is tuple
 
 
 def test_parts_of_plans_with_the_same_rows_share_them() -> None:
@@ -183,6 +199,12 @@ def test_parts_of_plans_with_the_same_rows_share_them() -> None:
     )
     parts = [rows_on_stages(plan, [1]) for plan in (two, four)]
     assert parts[0].shared is parts[1].shared
+    more = rows_on_stages(resolve(spec, facts, Layout(pp=2, dp_shard=2), options, remembered=remembered), [1])
+    assert more.shared.arrangement is parts[0].shared.arrangement
+    assert [entry[:4] for entry in more.shared.arrangement.entries] == [
+        (row.name, row.aliases, row.unit, row.stages) for row in more.parameters
+    ]
+    assert more.shared.arrangement.ways == Arrangement.of(more.parameters).ways
     assert [part.layout.size("dp_replicate") for part in parts] == [2, 4]
     assert parts[1] == rows_on_stages(resolve(spec, facts, four.layout, options), [1])
 

@@ -29,7 +29,7 @@ def resolve_experts(draft: Draft) -> Found[tuple[ExpertsRow, ...]]:
     """Return a row for each mixture of experts, in model order."""
     layout, options, problems = draft.layout, draft.options, Problems()
     mean = options.gradient_reduction is GradientReduction.MEAN
-    if layout.ep > 1 and layout.ep_shard == 1 and mean and (options.reduce_dtype or options.param_dtype) == "float16":
+    if layout.ep > 1 and mean and (options.reduce_dtype or options.param_dtype) == "float16" and layout.ep_shard == 1:
         problems.add(
             "ep.reduce_dtype",
             f"reduce_dtype=float16 with ep={layout.ep}, gradient_reduction=mean and experts that are not sharded: FSDP2 would "

@@ -31,7 +31,7 @@ def _contents_of_stages(rows: PlanRows) -> list[Hashable]:
     if any(unit.name != ROOT for unit in alike.units_outside) or any(unit.twin_of or unit.part_of for unit in rows.units):
         return list(range(len(rows.stages)))
     alone = {*range(first_trained(rows) + 1), len(rows.stages) - 1}
-    tied = [row for row in rows.parameters if row.aliases or row.copies]
+    tied = [rows.parameters[place] for place in rows.arrangement.tied]
     alone.update(stage for row in (*alike.parameters_outside, *tied) for stage in row.stages)
     kinds = dict(zip(rows.layers, alike.kinds, strict=True))
     return [stage if stage in alone else tuple(kinds[layer] for layer in row.layers) for stage, row in enumerate(rows.stages)]

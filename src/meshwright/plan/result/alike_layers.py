@@ -4,8 +4,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
+from typing import NamedTuple
 
 from meshwright.plan.given.names import nearest
+from meshwright.plan.result.arrangement import Arrangement
 from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.rows import ParameterRow, UnitRow
 
@@ -54,36 +56,50 @@ def alike_layers(rows: PlanRows) -> AlikeLayers:
 
 def _alike_layers(rows: PlanRows) -> AlikeLayers:
     places = places_in(rows.layers)
-    says: dict[str, list[Hashable]] = {layer: [] for layer in ("", *rows.layers)}
-    held: dict[str, list[tuple[tuple[str, ...], Sequence[ParameterRow]]]] = {layer: [] for layer in says}
-    units: dict[str, list[tuple[str, UnitRow]]] = {layer: [] for layer in says}
-    for name, own in rows.rows_of_units.items():
-        around, rest_of_unit = places[name]
-        if of_one := places.layer_of_all(tuple([row.name for row in own])):
-            layer, rests = of_one
-            says[layer].append((rest_of_unit if around == layer else (name,), rests, rows.ways_of_units[name]))
-            held[layer].append((rests, own))
-            continue
-        for row in own:
-            layer, rest = places[row.name]
-            says[layer].append((rest_of_unit if around == layer else (name,), rest, row.way))
-            held[layer].append(((rest,), (row,)))
+    parameters = rows.arrangement.once(_parameters_in_layers, rows.layers)
+    units: dict[str, list[tuple[str, UnitRow]]] = {layer: [] for layer in ("", *rows.layers)}
+    says: dict[str, list[Hashable]] = {layer: [] for layer in units}
     for unit in rows.units:
         layer, rest = places[unit.name]
         says[layer].append((rest, _OF_UNIT(unit)))
         units[layer].append((rest, unit))
     first: dict[Hashable, str] = {}
-    firsts = [first.setdefault(frozenset(says[layer]), layer) for layer in rows.layers]
+    firsts = [first.setdefault((parameters.kinds[layer], frozenset(says[layer])), layer) for layer in rows.layers]
     numbers = {layer: number for number, layer in enumerate(first.values())}
-    parameters = {
-        layer: [pair for rests, own in held[layer] for pair in zip(rests, own, strict=True)] for layer in ("", *numbers)
-    }
     return AlikeLayers(
         [numbers[layer] for layer in firsts],
-        [LayerRows(parameters[layer], units[layer]) for layer in numbers],
-        [row for _, row in parameters[""]],
+        [
+            LayerRows([(rest, rows.parameters[place]) for rest, place in parameters.places[layer]], units[layer])
+            for layer in numbers
+        ],
+        [rows.parameters[place] for _, place in parameters.places[""]],
         [unit for _, unit in units[""]],
     )
+
+
+class _ParametersInLayers(NamedTuple):
+    """The parameters of each layer; those outside of layers have an empty name.
+
+    Attributes:
+        kinds: layers with the same number have the same parameters, stored alike and in units of the same names.
+        places: what the name of each has behind that of the layer, and its place.
+    """
+
+    kinds: dict[str, int]
+    places: dict[str, list[tuple[str, int]]]
+
+
+def _parameters_in_layers(arrangement: Arrangement, layers: tuple[str, ...]) -> _ParametersInLayers:
+    places = places_in(layers)
+    found: dict[str, list[tuple[str, int]]] = {layer: [] for layer in ("", *layers)}
+    says: dict[str, list[Hashable]] = {layer: [] for layer in found}
+    for place, entry in enumerate(arrangement.entries):
+        layer, rest = places[entry.name]
+        around, rest_of_unit = places[entry.unit]
+        found[layer].append((rest, place))
+        says[layer].append((rest, rest_of_unit if around == layer else (entry.unit,), entry.way))
+    kinds: dict[Hashable, int] = {}
+    return _ParametersInLayers({layer: kinds.setdefault(tuple(own), len(kinds)) for layer, own in says.items()}, found)
 
 
 class Places(dict[str, tuple[str, str]]):
@@ -96,19 +112,11 @@ class Places(dict[str, tuple[str, str]]):
     def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
         self.layers = frozenset(layers)
-        self._of_all: dict[tuple[str, ...], tuple[str, tuple[str, ...]] | None] = {}
 
     def __missing__(self, name: str) -> tuple[str, str]:
         layer = name if name in self.layers else nearest(name, self.layers)
         self[name] = found = layer, name[len(layer) :]
         return found
-
-    def layer_of_all(self, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
-        """Return the one layer of some names, and the rests of these; ``None``: they are of several."""
-        if names not in self._of_all:
-            layers, rests = zip(*(self[name] for name in names), strict=True)
-            self._of_all[names] = (layers[0], rests) if len({*layers}) == 1 else None
-        return self._of_all[names]
 
 
 @lru_cache(maxsize=64)

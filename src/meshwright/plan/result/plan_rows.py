@@ -1,6 +1,5 @@
 """The rows of a plan, and what they alone say, whatever the sizes of the layout and the options are."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +7,7 @@ from typing import Any
 
 from meshwright.once import Once, once_for_each
 from meshwright.plan.given.names import nearest
+from meshwright.plan.result.arrangement import Arrangement, arrangement_of
 from meshwright.plan.result.program import Cut
 from meshwright.plan.result.rows import (
     AttentionRow,
@@ -21,20 +21,15 @@ from meshwright.plan.result.rows import (
 __all__ = ["PlanRows", "RowsByWay", "rows_of_plans"]
 
 
+@dataclass(frozen=True, eq=False)
 class RowsByWay:
     """Rows of parameters, of which few differ by more than names, units and stages.
-
-    Args:
-        rows: the rows.
 
     Attributes:
         pairs: a row of each way, and how many there are of it.
     """
 
-    def __init__(self, rows: Sequence[ParameterRow]) -> None:
-        first: dict[object, ParameterRow] = {}
-        numbers = Counter([first.setdefault(row.way, row).way for row in rows])
-        self.pairs = [(first[way], number) for way, number in numbers.items()]
+    pairs: Sequence[tuple[ParameterRow, int]]
 
     def __iter__(self) -> Iterator[tuple[ParameterRow, int]]:
         return iter(self.pairs)
@@ -107,33 +102,33 @@ class PlanRows(Once):
         return {row.module: row for row in self.tensor_parallel}
 
     @cached_property
-    def rows_of_units(self) -> dict[str, list[ParameterRow]]:
-        """The rows of the parameters of each unit that has some, by its name."""
-        rows: dict[str, list[ParameterRow]] = {}
-        for row in self.parameters:
-            rows.setdefault(row.unit, []).append(row)
-        return rows
+    def arrangement(self) -> Arrangement:
+        """How its parameters are arranged."""
+        return arrangement_of(self.parameters)
 
     @cached_property
     def ways(self) -> RowsByWay:
         """The rows of all parameters, by the way in which they are stored and updated."""
-        return RowsByWay(self.parameters)
+        return self._by_way(self.arrangement.ways)
 
     @cached_property
     def ways_of_units(self) -> dict[str, RowsByWay]:
-        """The same for each unit that has parameters, by its name. Units of the same ways in the same order share theirs."""
-        alike: dict[tuple[object, ...], RowsByWay] = {}
-        found = {}
-        for name, rows in self.rows_of_units.items():
-            if (ways := tuple([row.way for row in rows])) not in alike:
-                alike[ways] = RowsByWay(rows)
-            found[name] = alike[ways]
-        return found
+        """The same for each unit that has parameters, by its name."""
+        own = self.arrangement.ways_of_units
+        alike = {ways: self._by_way(ways) for ways in {*own.values()}}
+        return {name: alike[ways] for name, ways in own.items()}
+
+    def _by_way(self, ways: Sequence[tuple[int, int]]) -> RowsByWay:
+        return RowsByWay([(self.parameters[place], number) for place, number in ways])
 
     @cached_property
     def first_trained_stage(self) -> int:
         """The first stage with a trained parameter; the number of stages if there is none."""
-        return min({row.stage for row in self.parameters if row.trainable}, default=len(self.stages))
+        trained = {
+            self.arrangement.entries[place].way for place, _ in self.arrangement.ways if self.parameters[place].trainable
+        }
+        stages = {(entry.way, entry.stages[0]) for entry in self.arrangement.entries}
+        return min((stage for way, stage in stages if way in trained), default=len(self.stages))
 
     @cached_property
     def numbers(self) -> tuple[int, int]:
@@ -143,7 +138,8 @@ class PlanRows(Once):
 
     def rows(self, unit: UnitRow) -> list[ParameterRow]:
         """Return the rows of the parameters that a unit gathers. The second of two twin units gathers those of the first."""
-        return self.rows_of_units.get(unit.twin_of or unit.name, [])
+        places = self.arrangement.of_units.get(unit.twin_of or unit.name, ())
+        return [self.parameters[place] for place in places]
 
     def ways_of(self, unit: UnitRow) -> RowsByWay:
         """Return the same by way."""

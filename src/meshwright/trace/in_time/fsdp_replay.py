@@ -229,7 +229,8 @@ class _Line:
     def _wait(self, unit: UnitRow) -> bool:
         """Wait for a unit; return whether it was called since it was last waited for."""
         called = self.awaited.pop(unit.name, None)
-        self._until(called or 0.0, f"gather of {unit.label}")
+        if called is not None and called > self.now:
+            self._until(called, f"gather of {unit.label}")
         return called is not None
 
     def _freed_at_once(self, unit: UnitRow) -> None:

@@ -1,22 +1,28 @@
 """How each parameter is stored: its unit, whether it is trained, its placements and bytes."""
 
-from collections.abc import Iterator
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
 from meshwright.errors import Problems
 from meshwright.plan.axes.tensor.styles import STYLES, canonical, tp_dim, tp_placement
-from meshwright.plan.draft import Draft, Found, Rate, names_for
-from meshwright.plan.given.inspection import ParameterFacts
+from meshwright.plan.draft import Arranged, Draft, Found, Rate, Way, names_for
 from meshwright.plan.given.names import nearest
 from meshwright.plan.given.options import NF4, NF4_BLOCK
+from meshwright.plan.result.arrangement import ArrangedRows, Arrangement, Entry
 from meshwright.plan.result.program import Freeze, Pack
 from meshwright.plan.result.rows import DECAYED, UnitRow
 from meshwright.plan.result.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, bytes_of, itemsize, shard_axis
-from meshwright.plan.update.matrices import Form
 
-__all__ = ["assign_units", "choose_trained", "freeze_actions", "leave_out_units", "pack_actions", "parameter_rows"]
+__all__ = [
+    "arrange_parameters",
+    "assign_units",
+    "choose_trained",
+    "freeze_actions",
+    "leave_out_units",
+    "pack_actions",
+    "parameter_rows",
+]
 
 
 def leave_out_units(draft: Draft) -> Found[dict[str, UnitRow]]:
@@ -90,24 +96,31 @@ def choose_trained(draft: Draft) -> Found[set[str]]:
     return Found(trained, problems)
 
 
-def parameter_rows(draft: Draft) -> Found[tuple[ParameterRow, ...]]:
-    """Make the row of each parameter."""
-    problems = Problems()
+def arrange_parameters(draft: Draft) -> Found[Arranged]:
+    """Find which parameters are stored and updated in the same way. No sizes of the layout matter for it."""
     units, unit_of, styles, holding = draft.units, draft.unit_of, draft.tensor.styles, draft.stages.holding
     trained, rates, decay_rules, rules, forms = draft.trained, draft.rates, draft.decay_rules, draft.rules, draft.forms
-    # Layers have the same parameters, so there are few rows that differ by more than names and stages.
-    first = cache(partial(_first_row, draft))
-    rows = []
+    ways: dict[Way, int] = {}
+    entries = []
     for parameter in draft.parameters:
         name = parameter.name
-        unit, style = units[unit_of[name]], styles.get(name)
-        stored, row = first(
-            parameter.shape, parameter.dtype, (unit.kind, unit.param_dtype, unit.reduce_dtype), style, name in trained,
-            rates.get(name), decay_rules[name], rules[name], forms.get(name),
+        unit = units[unit_of[name]]
+        way = Way(
+            parameter.shape, parameter.dtype, (unit.kind, unit.param_dtype, unit.reduce_dtype), styles.get(name),
+            name in trained, rates.get(name) or Rate(), decay_rules[name], rules[name], forms.get(name),
         )  # fmt: skip
-        _check_shape(parameter, stored, problems)
-        rows.append(row.like(name, parameter.aliases, unit.name, holding.get(name, (0,))))
-    return Found(tuple(rows), problems)
+        number = ways.setdefault(way, len(ways))
+        entries.append(Entry(name, parameter.aliases, unit.name, holding.get(name, (0,)), number, prod(parameter.shape)))
+    return Found(Arranged(Arrangement(tuple(entries)), tuple(ways)))
+
+
+def parameter_rows(draft: Draft) -> Found[tuple[ParameterRow, ...]]:
+    """Make the row of each parameter."""
+    arrangement, ways = draft.arranged
+    stored = [_stored(draft, way) for way in ways]
+    first = [_first_row(way, own) for way, own in zip(ways, stored, strict=True)]
+    rows = [first[entry.way].like(*entry[:4]) for entry in arrangement.entries]
+    return Found(ArrangedRows.of(arrangement, rows), _shape_problems(arrangement, ways, stored))
 
 
 class _Stored(NamedTuple):
@@ -126,8 +139,9 @@ class _Stored(NamedTuple):
     block: int
 
 
-def _stored(draft: Draft, shape: tuple[int, ...], dtype: str, kind: str, style: str | None) -> _Stored:
-    """Return what a rank stores of a parameter, by the kind of its unit."""
+def _stored(draft: Draft, way: Way) -> _Stored:
+    """Return what a rank stores of a parameter."""
+    shape, dtype, (kind, *_), style, *_ = way
     layout, local = draft.layout, list(shape)
     whole = [1] * len(local)  # what is cut in no dimension
     if dtype == NF4:
@@ -161,65 +175,59 @@ def _stored(draft: Draft, shape: tuple[int, ...], dtype: str, kind: str, style: 
     return _Stored(tuple(placements), tuple(local), gathered, whole[-1])
 
 
-def _check_shape(parameter: ParameterFacts, stored: _Stored, problems: Problems) -> None:
-    """Add a problem for a parameter without entries, and for one whose blocks of 4-bit numbers a slice would cut."""
-    if not prod(parameter.shape):
-        problems.add(
-            "fsdp.empty",
-            f"{parameter.name!r} has the shape {list(parameter.shape)}: torch's FSDP stores a parameter without entries in "
-            "another shape; legal is a model without it",
-        )
-    if stored.local[-1] % stored.block:
-        problems.add(
-            "adapter.blocks",
-            f"adapter.base=nf4: {parameter.name!r} has {stored.local[-1]} numbers in a row on each rank; legal are layouts and "
-            f"sizes that give multiples of {stored.block}, because blocks have {NF4_BLOCK}",
-        )
+def _shape_problems(arrangement: Arrangement, ways: Sequence[Way], stored: Sequence[_Stored]) -> Problems:
+    """Return a problem for each parameter without entries, and for each whose blocks of 4-bit numbers a slice would cut."""
+    problems = Problems()
+    empty = {number for number, way in enumerate(ways) if not prod(way.shape)}
+    cut = {number for number, own in enumerate(stored) if own.local[-1] % own.block}
+    for entry in arrangement.entries if empty or cut else ():
+        if entry.way in empty:
+            problems.add(
+                "fsdp.empty",
+                f"{entry.name!r} has the shape {list(ways[entry.way].shape)}: torch's FSDP stores a parameter without entries "
+                "in another shape; legal is a model without it",
+            )
+        if entry.way in cut:
+            own = stored[entry.way]
+            problems.add(
+                "adapter.blocks",
+                f"adapter.base=nf4: {entry.name!r} has {own.local[-1]} numbers in a row on each rank; legal are layouts and "
+                f"sizes that give multiples of {own.block}, because blocks have {NF4_BLOCK}",
+            )
+    return problems
 
 
-def _first_row(
-    draft: Draft, shape: tuple[int, ...], dtype: str, of_unit: tuple[str, str | None, str | None], style: str | None,
-    trainable: bool, rate: Rate | None, rule: str, update: str, form: Form | None,
-) -> tuple[_Stored, ParameterRow]:  # fmt: skip
-    """Return how a parameter is stored, and its row without a name.
+def _first_row(way: Way, stored: _Stored) -> ParameterRow:
+    """Return the row of a parameter without a name.
 
     Args:
-        draft: of the plan.
-        shape: its shape.
-        dtype: in which it is stored.
-        of_unit: kind of its unit, and the dtypes in which that computes and reduces.
-        style: how `tp` or `ep` slices it.
-        trainable: whether it is trained.
-        rate: what its group of the optimizer changes.
-        rule: the rule that says whether it is decayed.
-        update: the rule that updates it.
-        form: what its weights are for Muon.
+        way: in what way it is stored and updated.
+        stored: what a rank stores of it.
     """
-    kind, param_dtype, reduce_dtype = of_unit
-    stored, rate = _stored(draft, shape, dtype, kind, style), rate or Rate()
-    compute = NF4 if dtype == NF4 else param_dtype or dtype
-    return stored, ParameterRow(
+    compute = NF4 if way.dtype == NF4 else way.of_unit[1] or way.dtype
+    rate, decays = way.rate, way.decay_rule in DECAYED
+    return ParameterRow(
         name="",
         aliases=(),
-        shape=shape,
-        dtype=dtype,
+        shape=way.shape,
+        dtype=way.dtype,
         unit="",
         placements=stored.placements,
         local_shape=stored.local,
-        bytes_per_rank=bytes_of(prod(stored.local), dtype),
+        bytes_per_rank=bytes_of(prod(stored.local), way.dtype),
         gathered_bytes=bytes_of(stored.gathered, compute),
-        reduced_bytes=stored.gathered * itemsize(reduce_dtype or compute) if trainable else 0,
-        trainable=trainable,
-        tp_style=style,
-        decayed=trainable and rule in DECAYED and rate.weight_decay != 0,
-        decay_rule="group" if rule in DECAYED and rate.weight_decay == 0 else rule,
+        reduced_bytes=stored.gathered * itemsize(way.of_unit[2] or compute) if way.trainable else 0,
+        trainable=way.trainable,
+        tp_style=way.style,
+        decayed=way.trainable and decays and rate.weight_decay != 0,
+        decay_rule="group" if decays and rate.weight_decay == 0 else way.decay_rule,
         rate=rate.share,
         weight_decay=rate.weight_decay,
         betas=rate.betas,
         eps=rate.eps,
         fused=rate.fused,
-        update=update,
-        form=form,
+        update=way.update,
+        form=way.form,
     )
 
 

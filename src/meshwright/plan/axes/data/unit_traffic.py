@@ -99,7 +99,8 @@ def _gradient_peak(rows: PlanRows, several: bool) -> int:
     twins = {unit.twin_of for unit in rows.units if unit.twin_of}
     before = _before_layers(rows, units)
     # Computed in several parts: the sum, the next part and their new sum exist at once.
-    tied = (row for row in rows.parameters if row.aliases and row.trainable and row.unit not in twins)
+    named = (rows.parameters[place] for place in rows.arrangement.tied)
+    tied = (row for row in named if row.aliases and row.trainable and row.unit not in twins)
     doubled = max((2 * row.gathered_bytes for row in tied), default=0)
     waiting = 0  # held through all of backward
     last = 0  # computed after all others, and reduced together with `waiting`

@@ -10,6 +10,7 @@ from meshwright.plan.axes.data.units import gathered_in_backward
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, first_trained, own_stages
 from meshwright.plan.given.names import holder_of, nearest
 from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.result.arrangement import ArrangedRows
 from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.program import Action, Cut, Freeze, JoinTwins, Pack, PartTwins, Prefetch, Slice, Wrap
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
@@ -23,7 +24,7 @@ def _gathered_in_backward(plan: PlanRows, stage: int, units: Sequence[UnitRow]) 
     """Return the units of a stage whose parameters its backward needs. Stages without one before them begin as a model does."""
     if (first := first_trained(plan)) != stage:
         return {unit.name for unit in units} if first < stage else ()
-    rows = [plan.parameters[place] for place in plan.once(_places_of_parameters).get(stage, ())]
+    rows = [plan.parameters[place] for place in plan.arrangement.of_stages.get(stage, ())]
     return gathered_in_backward([unit.name for unit in units], rows, implicit=False)
 
 
@@ -64,8 +65,8 @@ def _part(rows: PlanRows, stages: tuple[int, ...]) -> PlanRows:
         """Return the rows of the modules that these stages have."""
         return tuple(_rows_there(modules, _places_of_modules(modules, needed), there))
 
-    held = rows.once(_places_of_parameters)
-    parameters = tuple(_rows_there(rows.parameters, {frozenset((stage,)): held.get(stage, ()) for stage in stages}, there))
+    places, arrangement = rows.arrangement.on_stages(stages)
+    parameters = ArrangedRows.of(arrangement, [rows.parameters[place] for place in places])
     names = {name for row in parameters for name in (row.name, *row.aliases)}
     inside = {unit.name for unit in here(rows.units)}
     own = [unit for unit in rows.units if unit.name in inside or unit.name == ROOT or not names.isdisjoint(unit.parameters)]
@@ -129,16 +130,6 @@ def _places_of_modules(rows: Sequence[Any], needed: _NeededStages) -> dict[froze
     places: dict[frozenset[int], list[int]] = {}
     for place, row in enumerate(rows):
         places.setdefault(needed[row if isinstance(row, str) else row.name], []).append(place)
-    return places
-
-
-def _places_of_parameters(plan: PlanRows) -> dict[int, list[int]]:
-    """Return the places of the rows of the parameters that each stage has."""
-    places: dict[int, list[int]] = {}
-    for place, row in enumerate(plan.parameters):
-        places.setdefault(row.stage, []).append(place)
-        for stage in row.copies:
-            places.setdefault(stage, []).append(place)
     return places
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from meshwright.once import once_for_each
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import NORM
+from meshwright.plan.result.arrangement import Arrangement
 from meshwright.plan.result.plan_rows import PlanRows
 from meshwright.plan.result.rows import LossRow
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow, itemsize
@@ -114,27 +115,28 @@ class _Alike(NamedTuple):
 def _alike(rows: PlanRows, loss: LossRow | None) -> list[_Alike]:
     """Return the modules that compute with slices or have a move, each kind once."""
     kinds = _by_kind(rows.tensor_parallel)
-    elements: dict[str, int] = {}
-    if any(row.sums for row, _ in kinds):
-        elements = {name: row.numel for row in rows.parameters for name in (row.name, *row.aliases)}
     of_units = {(unit.forwards * unit.places, unit.places) for unit in rows.units}
     same = next(iter(of_units)) if len(of_units) == 1 else None
     alike: list[_Alike] = []
-    for row, modules in kinds:
-        chunked = loss is not None and loss.module in modules
-        if same is not None and not row.sums and not chunked:
-            alike.append(_Alike(row, (), same, 1, len(modules)))
+    for (row, modules), summed in zip(kinds, _summed(rows.arrangement, kinds), strict=True):
+        if same is not None and (loss is None or loss.module not in modules):
+            alike += [_Alike(row, own, same, 1, number) for own, number in Counter(summed).items()]
             continue
         ones = Counter(
-            (
-                tuple([elements.get(f"{module}.{name}", 0) for name in row.sums]),
-                same or rows.runs(module),
-                loss.chunks if chunked and loss is not None and loss.module == module else 1,
-            )
-            for module in modules
+            (own, same or rows.runs(module), loss.chunks if loss is not None and loss.module == module else 1)
+            for module, own in zip(modules, summed, strict=True)
         )
         alike += [_Alike(row, *one, number) for one, number in ones.items()]
     return alike
+
+
+@once_for_each
+def _summed(
+    arrangement: Arrangement, kinds: Sequence[tuple[TensorParallelRow, tuple[str, ...]]]
+) -> list[list[tuple[int, ...]]]:
+    """Return for each module of each kind the elements of each parameter whose gradients it sums."""
+    elements = {name: entry.numel for entry in arrangement.entries for name in (entry.name, *entry.aliases)}
+    return [[tuple([elements.get(f"{module}.{name}", 0) for name in row.sums]) for module in modules] for row, modules in kinds]
 
 
 @once_for_each
