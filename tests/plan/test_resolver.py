@@ -155,6 +155,19 @@ def test_a_scalar_parameter_and_mixed_dtypes_are_refused() -> None:
     assert "'blocks.1.0.weight' is bfloat16" in found
 
 
+def test_each_parameter_without_entries_is_named() -> None:
+    model, spec = make("plain", meta=True)
+    for index in (1, 2):
+        layer = model.get_submodule(f"blocks.{index}")
+        layer.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 4, device="meta")))
+    with refuses(PlanError, "fsdp.empty") as caught:
+        resolve(spec, model, Layout(dp_shard=2), ParallelOptions())
+    said = list(map(str, caught.value.problems))
+    assert len(said) == 1
+    assert said[0].startswith("'blocks.1.nothing' has the shape [0, 4]")
+    assert said[0].endswith("(and 1 more like it)")
+
+
 def test_fp32_modules_become_units_of_their_own_only_where_it_matters() -> None:
     model, _ = make("plain", meta=True)
     spec = ParallelSpec("plain", layers=("blocks.*",), fp32=("norm",))

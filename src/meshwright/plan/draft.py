@@ -26,7 +26,7 @@ from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, Param
 from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, shard_axis
 from meshwright.plan.update.matrices import Form
 
-__all__ = ["Draft", "Found", "Rate", "Stages", "TensorParallel", "Twin", "names_for"]
+__all__ = ["Arranged", "Draft", "Found", "Rate", "Stages", "TensorParallel", "Twin", "Way", "names_for"]
 
 T = TypeVar("T")
 

@@ -117,7 +117,6 @@ def test_layers_of_a_kind_say_the_same(family: str, choices: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_layers_are_alike_though_adapters_are_one_unit_over_all_of_them(family: str) -> None:
-    """The rows of that unit come after those of the first layer, and before those of the others."""
     adapter = {"rank": 4, "reduce": "once", **({"experts": True} if family == "mixtral" else {})}
     plan = setup_of(4, family, layers=4, layout={"dp_shard": 4}, adapter=adapter).plan
     assert any(unit.together for unit in plan.units)
@@ -176,17 +175,37 @@ def test_plans_with_the_same_rows_share_them() -> None:
     assert totals(apart) == totals(four)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_are_arranged_as_they_say(family: str) -> None:
-    """The arrangement that a plan shares with others is that of its rows, one by one."""
-    plan = planned(family, Layout(dp_shard=2, tp=2) if family == "llama" else LAYOUT)
-    shared, own = plan.shared.arrangement, Arrangement.of(tuple(plan.parameters))
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_rows_are_arranged_as_they_say(family: str, pp: int) -> None:
+    """The arrangement that a plan shares with others is that of its rows, one by one, also of those of each part."""
+    plan = planned(family, Layout(pp=pp, dp_shard=2), microbatches=2)
+    read = ShardingPlan.from_json(plan.to_json())
     assert isinstance(plan.parameters, ArrangedRows)
-    assert own.entries == shared.entries
-    for entry, row in zip(shared.entries, plan.parameters, strict=True):
-        assert entry[:4] == (row.name, row.aliases, row.unit, row.stages)
-        assert entry.numel == row.numel
+    assert plan.shared.arrangement.entries == Arrangement.of(tuple(plan.parameters)).entries
     assert type(pickle.loads(pickle.dumps(plan)).parameters) is tuple
+    for stages in ([0], [1], [0, 1]) if pp > 1 else ():
+        part = rows_on_stages(plan, stages)
+        arrangement = part.shared.arrangement
+        own = [row for row in read.parameters if {*stages} & {*row.stages}]
+        assert list(part.parameters) == own == list(rows_on_stages(read, stages).parameters)
+        assert [entry.name for entry in arrangement.entries] == [row.name for row in own]
+        assert [own[place].name for place in arrangement.tied] == [row.name for row in own if row.aliases or row.copies]
+        assert sums_by_way(part.shared.ways) == sums(own)
+        for stage in (0, 1):
+            held = [own[place].name for place in arrangement.of_stages.get(stage, ())]
+            assert held == [row.name for row in own if stage in row.stages]
+    tied = [row for row in plan.parameters if row.aliases]
+    assert bool(tied) == (family == "qwen2")
+    assert all(row.copies == (pp - 1,) * (pp > 1) for row in tied)
+
+
+def test_rows_that_were_copied_have_the_same_ways() -> None:
+    plan = planned("llama")
+    copied = replace(plan, parameters=type(plan.parameters)(plan.parameters))  # without an arrangement
+    assert copied.shared.arrangement.entries == plan.shared.arrangement.entries
+    turned = replace(plan, parameters=tuple(reversed(plan.parameters)))
+    assert alike_layers(turned.shared).kinds == alike_layers(plan.shared).kinds
 
 
 def test_parts_of_plans_with_the_same_rows_share_them() -> None:

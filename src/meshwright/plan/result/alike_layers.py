@@ -99,7 +99,7 @@ def _parameters_in_layers(arrangement: Arrangement, layers: tuple[str, ...]) -> 
         found[layer].append((rest, place))
         says[layer].append((rest, rest_of_unit if around == layer else (entry.unit,), entry.way))
     kinds: dict[Hashable, int] = {}
-    return _ParametersInLayers({layer: kinds.setdefault(tuple(own), len(kinds)) for layer, own in says.items()}, found)
+    return _ParametersInLayers({layer: kinds.setdefault(frozenset(own), len(kinds)) for layer, own in says.items()}, found)
 
 
 class Places(dict[str, tuple[str, str]]):

@@ -44,7 +44,7 @@ class Arrangement(Once):
 
     @classmethod
     def of(cls, rows: Sequence[ParameterRow]) -> "Arrangement":
-        """Return that of some rows, each of which is a way of its own if it was made alone."""
+        """Return that of some rows. Those that were made one by one, as of a plan that was read, have a way each."""
         ways: dict[object, int] = {}
         numbers = [ways.setdefault(row.way, len(ways)) for row in rows]
         pairs = zip(rows, numbers, strict=True)
@@ -80,6 +80,11 @@ class Arrangement(Once):
             first.setdefault(self.entries[place].way, place)
         numbers = Counter(self.entries[place].way for place in places)
         return tuple((first[way], number) for way, number in numbers.items())
+
+    @cached_property
+    def ways_of_stages(self) -> set[tuple[int, int]]:
+        """The ways of the parameters, each with the first stage of some."""
+        return {(entry.way, entry.stages[0]) for entry in self.entries}
 
     @cached_property
     def of_stages(self) -> dict[int, list[int]]:
@@ -123,4 +128,4 @@ class ArrangedRows(tuple[ParameterRow, ...]):
 
 def arrangement_of(rows: tuple[ParameterRow, ...]) -> Arrangement:
     """Return how rows are arranged."""
-    return rows.arrangement if isinstance(rows, ArrangedRows) else Arrangement.of(rows)
+    return getattr(rows, "arrangement", None) or Arrangement.of(rows)

@@ -127,8 +127,7 @@ class PlanRows(Once):
         trained = {
             self.arrangement.entries[place].way for place, _ in self.arrangement.ways if self.parameters[place].trainable
         }
-        stages = {(entry.way, entry.stages[0]) for entry in self.arrangement.entries}
-        return min((stage for way, stage in stages if way in trained), default=len(self.stages))
+        return min((stage for way, stage in self.arrangement.ways_of_stages if way in trained), default=len(self.stages))
 
     @cached_property
     def numbers(self) -> tuple[int, int]:

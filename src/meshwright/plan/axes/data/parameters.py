@@ -119,7 +119,7 @@ def parameter_rows(draft: Draft) -> Found[tuple[ParameterRow, ...]]:
     arrangement, ways = draft.arranged
     stored = [_stored(draft, way) for way in ways]
     first = [_first_row(way, own) for way, own in zip(ways, stored, strict=True)]
-    rows = [first[entry.way].like(*entry[:4]) for entry in arrangement.entries]
+    rows = [first[entry.way].like(entry.name, entry.aliases, entry.unit, entry.stages) for entry in arrangement.entries]
     return Found(ArrangedRows.of(arrangement, rows), _shape_problems(arrangement, ways, stored))
 
 
@@ -141,7 +141,7 @@ class _Stored(NamedTuple):
 
 def _stored(draft: Draft, way: Way) -> _Stored:
     """Return what a rank stores of a parameter."""
-    shape, dtype, (kind, *_), style, *_ = way
+    shape, dtype, style, kind = way.shape, way.dtype, way.style, way.of_unit[0]
     layout, local = draft.layout, list(shape)
     whole = [1] * len(local)  # what is cut in no dimension
     if dtype == NF4:
@@ -204,7 +204,8 @@ def _first_row(way: Way, stored: _Stored) -> ParameterRow:
         way: in what way it is stored and updated.
         stored: what a rank stores of it.
     """
-    compute = NF4 if way.dtype == NF4 else way.of_unit[1] or way.dtype
+    _, param_dtype, reduce_dtype = way.of_unit
+    compute = NF4 if way.dtype == NF4 else param_dtype or way.dtype
     rate, decays = way.rate, way.decay_rule in DECAYED
     return ParameterRow(
         name="",
@@ -216,7 +217,7 @@ def _first_row(way: Way, stored: _Stored) -> ParameterRow:
         local_shape=stored.local,
         bytes_per_rank=bytes_of(prod(stored.local), way.dtype),
         gathered_bytes=bytes_of(stored.gathered, compute),
-        reduced_bytes=stored.gathered * itemsize(way.of_unit[2] or compute) if way.trainable else 0,
+        reduced_bytes=stored.gathered * itemsize(reduce_dtype or compute) if way.trainable else 0,
         trainable=way.trainable,
         tp_style=way.style,
         decayed=way.trainable and decays and rate.weight_decay != 0,

@@ -134,7 +134,9 @@ def _alike(rows: PlanRows, loss: LossRow | None) -> list[_Alike]:
 def _summed(
     arrangement: Arrangement, kinds: Sequence[tuple[TensorParallelRow, tuple[str, ...]]]
 ) -> list[list[tuple[int, ...]]]:
-    """Return for each module of each kind the elements of each parameter whose gradients it sums."""
+    """Return for each module of each kind the elements of each parameter whose gradients it sums; 0: it is in another stage."""
+    if not any(row.sums for row, _ in kinds):
+        return [[()] * len(modules) for _, modules in kinds]
     elements = {name: entry.numel for entry in arrangement.entries for name in (entry.name, *entry.aliases)}
     return [[tuple([elements.get(f"{module}.{name}", 0) for name in row.sums]) for module in modules] for row, modules in kinds]
 
